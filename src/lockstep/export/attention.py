@@ -34,7 +34,8 @@ def prefill(batchless: BatchlessGraph) -> Graph:
     head_dim].
     """
     build = AttentionBuilder(batchless)
-    past_key, past_value, lengths = build.past("1")
+    past_key, past_value, lengths = build.past(1)
+    # Cache row i holds position i, if it is filled; the causal mask hides the others, as all queries precede them.
     rows = build.op("Range", np.int64(0), build.capacity(past_key), np.int64(1))
     filled = build.op("Less", rows, lengths)
     past_positions = build.op("Where", filled, rows, _NEVER)
@@ -64,7 +65,8 @@ def decode(batchless: BatchlessGraph) -> Graph:
     vdim = batchless.value_head_dim
     past_key, past_value, lengths = build.past("num_requests")
     query = build.op("Reshape", build.scaled_query(), [-1, kv, group, dim])
-    # [R, kv, S, dim] x [R, kv, dim, group]: the cache is the left operand as it lies
+    # The new key is not joined to the cache, which would copy it: its scores are computed apart and joined instead.
+    # [R, kv, S, dim] x [R, kv, dim, group]: as the left operand the cache needs no transpose.
     past_scores = build.op("MatMul", past_key, build.op("Transpose", query, perm=[0, 1, 3, 2]))
     past_scores = build.softcap(build.to_float(build.op("Transpose", past_scores, perm=[0, 1, 3, 2])))
     new_scores = build.softcap(build.to_float(build.op("MatMul", query, build.op("Unsqueeze", build.key, [3]))))
@@ -99,16 +101,15 @@ class AttentionBuilder(GraphWriter):
         self.sinks = sinks[0] if sinks else None  # [num_tokens, num_heads]
         self.dtype = dtype_of(self.key)
 
-    def past(self, requests: str) -> tuple[ir.Value, ir.Value, ir.Value]:
-        """Add the cache inputs past_key, past_value and past_lengths, and return them."""
-        count = int(requests) if requests.isdigit() else requests
-        heads = self.batchless.num_kv_heads
+    def past(self, requests: int | str) -> tuple[ir.Value, ir.Value, ir.Value]:
+        """Add the cache inputs past_key, past_value and past_lengths, and return them; requests: a number or a name."""
         batchless = self.batchless
+        heads = batchless.num_kv_heads
         inputs = []
         for name, shape, dtype in (
-            ("past_key", [count, heads, "past_capacity", batchless.head_dim], self.dtype),
-            ("past_value", [count, heads, "past_capacity", batchless.value_head_dim], self.dtype),
-            ("past_lengths", [count], ir.DataType.INT64),
+            ("past_key", [requests, heads, "past_capacity", batchless.head_dim], self.dtype),
+            ("past_value", [requests, heads, "past_capacity", batchless.value_head_dim], self.dtype),
+            ("past_lengths", [requests], ir.DataType.INT64),
         ):
             inputs.append(ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype)))
         self.graph.inputs.extend(inputs)
@@ -120,9 +121,6 @@ class AttentionBuilder(GraphWriter):
     def to_float(self, value: ir.Value) -> ir.Value:
         return self.cast(value, ir.DataType.FLOAT)
 
-    def from_float(self, value: ir.Value) -> ir.Value:
-        return self.cast(value, self.dtype)
-
     def cast(self, value: ir.Value, dtype: ir.DataType) -> ir.Value:
         if self.dtype == ir.DataType.FLOAT:  # computes in float32 throughout
             return value
@@ -132,7 +130,7 @@ class AttentionBuilder(GraphWriter):
         return self.op("Mul", self.query, np.asarray(self.batchless.scale).astype(self.dtype.numpy()))
 
     def softcap(self, scores: ir.Value) -> ir.Value:
-        """Return cap * tanh(scores / cap) where the model caps its scores, else `scores` as they are."""
+        """Return cap * tanh(scores / cap) where the model caps its scores, else `scores`."""
         if not self.batchless.softcap:
             return scores
         cap = np.float32(self.batchless.softcap)
@@ -149,11 +147,13 @@ class AttentionBuilder(GraphWriter):
             if self.tokens != "num_requests":
                 sinks = self.op("Transpose", sinks, perm=[1, 2, 0, 3])
             columns.append(sinks)
-        joined = columns[0] if len(columns) == 1 else self.op("Concat", *columns, axis=-1)
-        weights = self.from_float(self.op("Softmax", joined, axis=-1))
+        joined = columns[0]
+        if len(columns) > 1:
+            joined = self.op("Concat", *columns, axis=-1)
+        weights = self.cast(self.op("Softmax", joined, axis=-1), self.dtype)
         if self.sinks is None:
             return weights
-        return self.op("Slice", weights, [0], [-1], [3])
+        return self.op("Slice", weights, [0], [-1], [3])  # a sink has a weight and no value
 
     def to_cache(self, value: ir.Value) -> ir.Value:
         """Return [num_tokens, num_kv_heads, dim] in the cache's layout, [1, num_kv_heads, num_tokens, dim]."""

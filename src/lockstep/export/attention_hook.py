@@ -44,7 +44,7 @@ HARMLESS = {
 }
 # The meaning of arguments that are known to be rejected.
 _MEANING = {
-    "sinks": "attention sinks (learned keys or logits beside the scores)",
+    "sinks": "attention sinks (learned keys or logits next to the scores)",
     "block_indices": "sparse attention (it attends to the blocks of keys that an indexer chooses)",
     "indices": "sparse attention (it attends to the keys that an indexer chooses)",
     "position_bias": "a learned bias of relative positions on the scores",
@@ -55,7 +55,7 @@ _MEANING = {
 
 
 def refused_arguments(arguments: dict[str, Any]) -> list[str]:
-    """Return the reasons against carrying these arguments of attention; none when all are harmless."""
+    """Return why attention with these arguments cannot be split; empty when all are harmless."""
     reasons = []
     for name, value in sorted(arguments.items()):
         if value is None or name in HARMLESS:
@@ -90,7 +90,7 @@ def _attention_hook(
     reasons = refused_arguments(arguments)
     if reasons:
         raise InputError(f"its attention uses {'; '.join(reasons)}: parameter-free causal attention cannot carry that")
-    # Without a mask from transformers the window is only told to flash attention.
+    # Without a mask from transformers the window is an argument, for flash attention.
     if attention_mask is None:
         window = int(arguments.get("sliding_window") or 0)
     elif isinstance(attention_mask, Mask):
@@ -100,7 +100,8 @@ def _attention_hook(
             "its attention gets a mask or bias that the model makes itself: parameter-free "
             "causal attention cannot carry that"
         )
-    scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
     if s_aux is not None and s_aux.shape != (query.shape[1],):
         raise InputError(
             f"its attention has sinks of shape {list(s_aux.shape)}, expected one of each of {query.shape[1]} heads:"
@@ -110,8 +111,8 @@ def _attention_hook(
     shape = (*inputs[0].shape[:2], value.shape[-1])
     if s_aux is not None:
         inputs.append(s_aux)
-    settings = {"layer": int(module.layer_idx), "scale": scale, "softcap": float(softcap or 0.0), "window": window}
-    output = marker("Attention", inputs, shape, **settings)
+    numbers = {"scale": float(scaling), "softcap": float(softcap or 0.0), "window": window}
+    output = marker("Attention", inputs, shape, layer=int(module.layer_idx), **numbers)
     return output.unsqueeze(0), None
 
 
@@ -167,6 +168,7 @@ def window_of(mask_function: Callable, local_size: int | None = None, chunk: int
     """
     if local_size is not None and local_size == chunk:
         return 0
+    # The mask is a function; rows far beyond any window show what it does. All must see the same number of keys.
     first = (local_size or 0) + _PROBED
     widths = set()
     for position in (first, first + 1, first + 37):
@@ -178,7 +180,8 @@ def window_of(mask_function: Callable, local_size: int | None = None, chunk: int
             )
         if visible != list(range(position + 1 - len(visible), position + 1)):
             raise InputError("its attention mask has holes: parameter-free causal attention cannot carry that")
-        widths.add(0 if len(visible) == position + 1 else len(visible))
+        sees_all = len(visible) == position + 1
+        widths.add(0 if sees_all else len(visible))
     if len(widths) != 1:
         raise InputError(
             "its attention mask depends on more than the distance between tokens (chunks, or "
@@ -188,7 +191,8 @@ def window_of(mask_function: Callable, local_size: int | None = None, chunk: int
 
 
 def _visible_keys(mask_function: Callable, query: int, num_keys: int) -> list[int]:
-    """Return which of the first `num_keys` keys the query at position `query` sees, in the middle of a trace."""
+    """Return which of the first `num_keys` keys the query at position `query` sees."""
+    # A trace is running: without this the mask would be traced and have no values.
     with disable_proxy_modes_tracing(), _disable_current_modes():
         zero = torch.zeros((), dtype=torch.int64, device="cpu")
         keys = torch.arange(num_keys, device="cpu")

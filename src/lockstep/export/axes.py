@@ -1,8 +1,8 @@
 """Which axis of an operator's inputs corresponds to an axis of its outputs.
 
-In: an operator, and an axis of its outputs. Out: for each input the corresponding axis: the outputs at an index there
-depend on what the input has at this index alone. None: they depend on all of the input. Packing (`simplify`), the
-proof that tokens do not mix (`independence`) and tensor parallelism (`shard_parts`) rely on it.
+In: an operator, and an axis of its outputs. Out: for each input the corresponding axis: outputs at index i of theirs
+depend only on index i of the input's. None: they depend on all of the input. Packing (`simplify`), the proof that
+tokens do not mix (`independence`) and tensor parallelism (`shard_parts`) rely on it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from lockstep.onnx_tools.values import array_of
+from lockstep.onnx_tools.values import array_of, shape_of
 
 ELEMENTWISE = frozenset(
     "Abs Add And Atanh Cast Ceil Clip Cos Div Elu Equal Erf Exp Floor Gelu Greater GreaterOrEqual HardSigmoid "
@@ -39,7 +39,10 @@ class Operator:
     @classmethod
     def of(cls, node: ir.Node) -> Operator:
         attributes = {name: attribute.value for name, attribute in node.attributes.items()}
-        inputs = [None if value is None or value.shape is None else tuple(value.shape) for value in node.inputs]
+        inputs: list[tuple | None] = []
+        for value in node.inputs:
+            has_shape = value is not None and value.shape is not None
+            inputs.append(tuple(shape_of(value)) if has_shape else None)
         outputs = [tuple(value.shape or ()) for value in node.outputs]
         return cls(node.op_type, attributes, inputs, outputs, lambda position: array_of(node.inputs[position]))
 
@@ -53,8 +56,12 @@ class Operator:
 
     def numbers(self, position: int) -> list[int] | None:
         """Return a constant input as numbers; None where it is absent or not constant."""
-        array = self.constant(position) if len(self.inputs) > position else None
-        return None if array is None else np.atleast_1d(array).tolist()
+        if len(self.inputs) <= position:
+            return None
+        array = self.constant(position)
+        if array is None:
+            return None
+        return np.atleast_1d(array).tolist()
 
     def axes(self, position: int) -> list[int]:
         """Return axes that a constant input names, counted from the front of the first input."""
@@ -74,7 +81,7 @@ def axes_of_inputs(op: Operator, axis: int) -> Axes | None:
         return [_unless_mixed(axis, [op.axis(0)])] * len(op.inputs)
     mixed_axes = _mixed_axes(op)
     if mixed_axes is not None:
-        if not op.attributes.get("keepdims", 1):
+        if not op.attributes.get("keepdims", 1):  # reduced axes are gone: count in the input's
             axis = op.axes_except(mixed_axes)[axis]
         axes: Axes = [_unless_mixed(axis, mixed_axes)]
     else:
@@ -82,6 +89,7 @@ def axes_of_inputs(op: Operator, axis: int) -> Axes | None:
         if rule is None:
             return None
         axes = rule(op, axis)
+    # A rule names the axes of data; inputs after them are shapes and indices, on which all outputs depend.
     return [*axes, *[None] * (len(op.inputs) - len(axes))]
 
 
@@ -152,9 +160,12 @@ def _matmul(op: Operator, axis: int) -> Axes:
     is_rhs_vector = len(rhs or ()) == 1
     if is_rhs_vector or (is_lhs_vector and from_end < -1):  # a vector adds no axis to the output
         from_end -= 1
-    lhs_axis = None if from_end == -1 or is_lhs_vector else _broadcast_axis(lhs, from_end)
-    rhs_axis = None if from_end == -2 or is_rhs_vector else _broadcast_axis(rhs, from_end)
-    return [lhs_axis, rhs_axis]
+    axes: list[int | None] = [None, None]
+    if from_end != -1 and not is_lhs_vector:
+        axes[0] = _broadcast_axis(lhs, from_end)
+    if from_end != -2 and not is_rhs_vector:
+        axes[1] = _broadcast_axis(rhs, from_end)
+    return axes
 
 
 def _gemm(op: Operator, axis: int) -> Axes:
@@ -165,6 +176,7 @@ def _gemm(op: Operator, axis: int) -> Axes:
 
 
 def _gather(op: Operator, axis: int) -> Axes:
+    # The output has the indices' axes in place of the gathered one.
     gather_axis = op.axis(0)
     index_rank = len(op.inputs[1] or ())
     if axis < gather_axis:
@@ -200,8 +212,9 @@ def _einsum(op: Operator, axis: int) -> Axes:
     operands, _, result = op.attributes["equation"].replace(" ", "").partition("->")
     axes: list[int | None] = []
     for subscripts in operands.split(","):
-        has_axis = "." not in operands and result[axis] in subscripts  # an ellipsis is not followed
-        axes.append(subscripts.index(result[axis]) if has_axis else None)
+        axes.append(None)
+        if "." not in operands and result[axis] in subscripts:  # an ellipsis is not followed
+            axes[-1] = subscripts.index(result[axis])
     return axes
 
 

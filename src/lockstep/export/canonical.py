@@ -38,7 +38,7 @@ class Graph:
 
 
 def canonical(graph: ir.Graph, name: str, order: Sequence[str], slots: Mapping[str, str]) -> Graph:
-    """Bring `graph` into canonical form; its weights, which may be initializers, become inputs.
+    """Return the canonical form of `graph`; its weights, which may be initializers, become inputs.
 
     order: names of the inputs that are not weights, in the order of the result (missing and unused ones are dropped);
     slots: {name: slot name} of the weights, which become inputs in order of first use.
@@ -59,6 +59,7 @@ def canonical(graph: ir.Graph, name: str, order: Sequence[str], slots: Mapping[s
     read = set(used) | set(outputs)
     result.input.extend(_io(declared[n], n) for n in order if n in declared and n in read)
     result.input.extend(_io(declared[n], slots[n]) for n in dict.fromkeys(used) if n in slots)
+    # Constants are numbered in order of first use, and equal ones are one: their names in the trace are arbitrary.
     by_content: dict[tuple, str] = {}
     for constant in dict.fromkeys(name for name in used if name in constants and name not in slots):
         array = numpy_helper.to_array(constants[constant])
@@ -78,6 +79,7 @@ def canonical(graph: ir.Graph, name: str, order: Sequence[str], slots: Mapping[s
             result.initializer.append(tensor)
         rename[constant] = by_content[key]
     rename[""] = ""  # an absent optional input
+    # Nodes are named by operator and number, and their outputs by their node.
     counts: dict[str, int] = {}
     for node in nodes:
         index = counts.get(node.op_type, 0)
@@ -85,7 +87,8 @@ def canonical(graph: ir.Graph, name: str, order: Sequence[str], slots: Mapping[s
         label = f"{node.op_type.lower()}_{index}"
         for position, output in enumerate(node.output):
             if output and output not in outputs:
-                rename[output] = label if len(node.output) == 1 else f"{label}.{position}"
+                is_only = len(node.output) == 1
+                rename[output] = label if is_only else f"{label}.{position}"
         new = result.node.add(op_type=node.op_type, domain=node.domain, name=label)
         new.input.extend(rename[name] for name in node.input)
         new.output.extend(rename[name] for name in node.output)

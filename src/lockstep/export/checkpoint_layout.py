@@ -1,9 +1,8 @@
 """The names and the order in which a checkpoint stores a model's parameters.
 
 transformers joins some parameters that checkpoints store apart: the experts of a layer are one tensor in the model and
-one tensor each on disk. In: a meta model. Out: for each parameter the checkpoint tensors whose bytes, one after
-another, are its own. They are found by running transformers' conversion for saving on small tensors of numbered
-elements.
+one tensor each on disk. In: a meta model. Out: for each parameter the checkpoint tensors whose bytes, concatenated, are
+the parameter's. They are found by running transformers' conversion for saving on small tensors of numbered elements.
 """
 
 from __future__ import annotations
@@ -31,6 +30,8 @@ def checkpoint_layout(meta: PreTrainedModel) -> dict[str, list[str]]:
     Tied parameters are left out. Raises InputError for a model whose checkpoint tensors would have to be transposed or
     mixed, not only concatenated.
     """
+    # Number the elements of all parameters through. In the saved form the numbers of a tensor say which parameter it
+    # belongs to, where it begins in it, and whether its elements are in order.
     numbered = {}
     spans = {}
     count = 0
@@ -105,15 +106,18 @@ def check_tensors(meta: PreTrainedModel, checkpoint: CheckpointTensors, folder: 
 
 
 def _report_unknown(meta: PreTrainedModel, expected: Collection[str], tensors: Collection[str], folder: Path) -> None:
-    """Report tensors that are not used: of a layer that the config has without, such as a bias."""
+    """Report tensors that the model does not have, for example the bias of a layer that has none by the config."""
     ignored = getattr(meta, "_keys_to_ignore_on_load_unexpected", None) or ()
     names = {*expected, *(getattr(meta, "all_tied_weights_keys", None) or {})}
     names |= {name.partition(".")[2] for name in names}  # as checkpoints of a bare decoder have them
     unknown = [name for name in sorted(tensors) if name not in names]
-    unknown = [name for name in unknown if not any(re.search(pattern, name) for pattern in ignored)]
+    for pattern in ignored:
+        unknown = [name for name in unknown if not re.search(pattern, name)]
     if unknown:
-        suffix = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
-        note(f"{folder}: tensors that the model of config.json does not have, left out: {unknown[0]}{suffix}")
+        text = unknown[0]
+        if len(unknown) > 1:
+            text += f" and {len(unknown) - 1} more"
+        note(f"{folder}: tensors that the model of config.json does not have, left out: {text}")
 
 
 def _parameters(meta: PreTrainedModel) -> dict[str, torch.Tensor]:

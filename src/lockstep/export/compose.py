@@ -32,17 +32,19 @@ def compose(blocks: Sequence[ComposedBlock], functions: Mapping[str, Graph]) -> 
     constants: dict[tuple, str] = {}
     weights: dict[str, IO] = {}
     slots: dict[str, list[str]] = {}
-    env: dict[str, str] = {}
+    env: dict[str, str] = {}  # {value of a step: the name under which the last block that wrote it did so}
     inputs: dict[str, IO] = {}
     for index, block in enumerate(blocks):
-        names = {}
+        names = {}  # {name in the block: name in the uncut graph}
         for io in block.graph.signature.inputs:
             names[io.name] = env.setdefault(io.name, io.name)
-            if env[io.name] == io.name:
+            if env[io.name] == io.name:  # no block wrote it
                 inputs.setdefault(io.name, io)
         for slot in block.graph.signature.slots:
             tensors = list(block.slots[slot.name])
-            name = tensors[0] if len(tensors) == 1 else f"{tensors[0]} and {len(tensors) - 1} more"
+            name = tensors[0]
+            if len(tensors) > 1:
+                name += f" and {len(tensors) - 1} more"
             names[slot.name] = name
             weights[name] = slot
             slots[name] = tensors
@@ -54,16 +56,15 @@ def compose(blocks: Sequence[ComposedBlock], functions: Mapping[str, Graph]) -> 
                 graph.initializer.add().CopyFrom(initializer)
                 graph.initializer[-1].name = constants[key]
             names[initializer.name] = constants[key]
-        is_last = block.variant is None
         names[""] = ""  # an absent optional input
         for node in proto.node:
             new = graph.node.add()
             new.CopyFrom(node)
             new.name = f"block_{index}/{node.name}"
             new.input[:] = [names[name] for name in node.input]
-            for output in node.output:
-                if output:
-                    names[output] = output if is_last and output == "logits" else f"block_{index}/{output}"
+            names.update((output, f"block_{index}/{output}") for output in node.output if output)
+            if block.variant is None and "logits" in node.output:
+                names["logits"] = "logits"
             new.output[:] = [names[name] for name in node.output]
         for io in block.graph.signature.outputs:
             env[io.key] = names[io.name]
@@ -91,8 +92,9 @@ _ATTENTION_INPUTS = ("query", "key", "value", "position_ids")
 def _parameters(mixer: Graph) -> tuple[str, ...]:
     """Return the inputs of a mixer's function; those of attention are always the same, whether it uses them or not."""
     names = tuple(io.name for io in mixer.signature.inputs)
-    is_attention = "query" in names and set(names) <= set(_ATTENTION_INPUTS)
-    return _ATTENTION_INPUTS if is_attention else names
+    if "query" in names and set(names) <= set(_ATTENTION_INPUTS):
+        return _ATTENTION_INPUTS
+    return names
 
 
 def _function(name: str, attention: Graph) -> onnx.FunctionProto:

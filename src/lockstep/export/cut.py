@@ -24,7 +24,7 @@ from lockstep.export.markers import DOMAIN
 from lockstep.export.movement import merge_movement
 from lockstep.export.state_mixer import Recurrence, StateGraph, TokenWindow
 from lockstep.onnx_tools.toolkit import GraphWriter, Operand, node_of
-from lockstep.onnx_tools.values import dtype_of, number, required, shape_of, upstream
+from lockstep.onnx_tools.values import array_of, dtype_of, number, required, shape_of, upstream
 
 _ROLES = ("query", "key", "value")
 # The inputs of each token mixer, in the order of its marker.
@@ -78,6 +78,8 @@ def cut(model: ir.Model, weights: frozenset[str], layer_prefix: str, traced: Seq
     InputError with the reason where no clean cut exists.
     """
     graph = model.graph
+    # The order matters: where to cut is found on flattened attention, and all cuts are made before values are assigned
+    # to blocks, as each of them rewrites the graph around it.
     _flatten_attention(graph)
     flow = Flow(graph, weights)
     markers = [node for node in graph if node.domain == DOMAIN]
@@ -93,11 +95,13 @@ def cut(model: ir.Model, weights: frozenset[str], layer_prefix: str, traced: Seq
             _name_token_rows(value, name)
         for value, name in zip(block.outputs, outputs, strict=True):
             _name_token_rows(value, name)
-        label = "entry" if index == 0 else "middle"
-        layer = layers[index] if index < len(markers) else len(traced)
         if index == len(markers):
             label = "exit"
+            layer = len(traced)
             _pick_rows(block)
+        else:
+            label = "entry" if index == 0 else "middle"
+            layer = layers[index]
         slots = {weight: _slot(weight, layer, layer_prefix) for weight in block.initializers if weight in weights}
         carried = sorted(name for name in inputs.values() if name not in INPUT_ORDER)
         blocks.append(canonical(block, label, (*INPUT_ORDER, *carried), slots))
@@ -129,14 +133,15 @@ def _cut_points(
 ) -> tuple[list[ir.Value], set[ir.Node]]:
     """Make query, key and value flat where they are cut.
 
-    Returns the three flat values, which are added to `flat`, and the batchless nodes after them. Inputs of a mixer with
-    a state are flat already and are cut where they are. Raises InputError where they cannot be cut.
+    Returns the three flat values, which are added to `flat`, and the batchless nodes after them: RoPE and movement.
+    Inputs of a mixer with a state are flat already and are cut where they are. Raises InputError where they cannot be
+    cut.
     """
     if marker.op_type != "Attention":
         inputs = [required(value) for value in marker.inputs]
         flat.update(inputs)
         if len(set(inputs)) < len(inputs):
-            raise InputError("cannot be split: expected inputs of a recurrent layer of its own each, found one twice")
+            raise InputError("cannot be split: expected different inputs of a recurrent layer, found one twice")
         return inputs, set()
     cuts = []
     for role, value in zip(_ROLES, map(required, marker.inputs[:3]), strict=True):
@@ -171,7 +176,8 @@ def _cut_points(
 def _add_sinks(graph: ir.Graph, flow: Flow, marker: ir.Node, query: ir.Value, flat: set[ir.Value]) -> ir.Value:
     """Pass a layer's sinks to its attention with the query, each after the numbers of its head.
 
-    The batchless graph then needs no weight. query: flat, where it is cut. Returns the flat value that replaces it.
+    The batchless graph then needs no weight: equal layers share it. query: flat, where it is cut. Returns the flat
+    value that replaces it, [num_tokens, heads * (dim + 1)].
     """
     rotated = required(marker.inputs[0])
     sinks = required(marker.inputs[3])
@@ -196,6 +202,7 @@ def _add_sinks(graph: ir.Graph, flow: Flow, marker: ir.Node, query: ir.Value, fl
     carried = op("Reshape", joined, [-1, heads * (dim + 1)], shape=[tokens, heads * (dim + 1)], dtype=dtype)
     flat.discard(query)
     flat.add(carried)
+    # After the cut: take the query and the sinks apart.
     back = op("Reshape", carried, [-1, heads, dim + 1], shape=[tokens, heads, dim + 1], dtype=dtype)
     plain_query = op("Slice", back, [0], [dim], [2], shape=[tokens, heads, dim], dtype=dtype)
     plain_query = op("Reshape", plain_query, [-1, heads * dim], shape=[tokens, heads * dim], dtype=dtype)
@@ -208,11 +215,17 @@ def _add_sinks(graph: ir.Graph, flow: Flow, marker: ir.Node, query: ir.Value, fl
 
 
 def _flatten(graph: ir.Graph, flow: Flow, value: ir.Value, layout: str, readers: Collection[ir.Node]) -> ir.Value:
-    """Route `value` through [num_tokens, width] for `readers` alone; return the flat value."""
+    """Route `value`, in `layout` "tokens" or "heads", through [num_tokens, width] for `readers` alone.
+
+    Returns the flat value. The other readers keep theirs, so the graph computes the same.
+    """
     shape = shape_of(value)
-    by_head_first = layout == "heads"
-    tokens = shape[1] if by_head_first else shape[0]
-    heads = number(shape[0] if by_head_first else shape[1])
+    is_by_head = layout == "heads"  # [heads, num_tokens, dim]
+    if is_by_head:
+        head_count, tokens, _ = shape
+    else:
+        tokens, head_count, _ = shape
+    heads = number(head_count)
     dim = number(shape[2])
     dtype = value.dtype
     op = _TokenWriter(graph, flow, value).op
@@ -221,11 +234,11 @@ def _flatten(graph: ir.Graph, flow: Flow, value: ir.Value, layout: str, readers:
     by_head = [heads, tokens, dim]
     swap = [1, 0, 2]
     flat = value
-    if by_head_first:
+    if is_by_head:
         flat = op("Transpose", value, shape=by_token, dtype=dtype, perm=swap)
     flat = op("Reshape", flat, [-1, heads * dim], shape=[tokens, heads * dim], dtype=dtype)
     back = op("Reshape", flat, [-1, heads, dim], shape=by_token, dtype=dtype)
-    if by_head_first:
+    if is_by_head:
         back = op("Transpose", back, shape=by_head, dtype=dtype, perm=swap)
     for node, index in uses:
         node.replace_input_with(index, back)
@@ -250,9 +263,10 @@ def _spans(
 ) -> list[tuple[dict[ir.Value, str], dict[str, ir.Value]]]:
     """Return the inputs {value: name} and outputs {name: value} of each block.
 
-    The stage of a value is the block that computes it: the number of token mixers before it.
+    The stage of a value is the block that computes it: the number of token mixers before it. Values that depend on
+    positions alone have none: each block that reads them computes them.
     """
-    level = {marker: index for index, marker in enumerate(markers)}
+    level = {marker: index for index, marker in enumerate(markers)}  # of a mixer: the block before it
     batchless = set(markers).union(*(nodes for _, nodes in points))
     hidden = next(value for value in graph.inputs if value is not flow.positions)
     stage = {hidden: 0}
@@ -268,6 +282,7 @@ def _spans(
             stage[node.outputs[0]] = level[node] + 1
         elif input_stages:
             stage.update((output, max(input_stages)) for output in node.outputs if not flow.is_position_only(output))
+    # So far a value is in the first block that can compute it; these move values to later blocks.
     for index, (cuts, nodes) in enumerate(points):
         if markers[index].op_type == "Attention":
             _defer_attention_inputs(graph, cuts, stage, index, {markers[index], *nodes})
@@ -278,10 +293,14 @@ def _spans(
         _reshape_where_read(graph, stage, level)
     reads = _block_reads(graph, stage, level, batchless, hidden)
     first_reads = [value for value in reads[1] if value.producer() not in level]
-    hidden_role = first_reads.index(hidden) if hidden in first_reads else 0
+    hidden_role = 0
+    if hidden in first_reads:
+        hidden_role = first_reads.index(hidden)
     # Layers with a state let different values cross than layers of attention next to them: there the order of the reads
     # does not tell which is `hidden`.
-    stream = _residual_stream(graph, hidden) if has_states else set[ir.Value]()
+    stream = set[ir.Value]()
+    if has_states:
+        stream = _residual_stream(graph, hidden)
     spans = []
     names: dict[ir.Value, str] = {hidden: "hidden"}
     for index in range(len(markers) + 1):
@@ -289,8 +308,10 @@ def _spans(
         for value in reads[index]:
             maker = value.producer()
             name = names.get(value)
-            if maker is not None and maker in level:
-                name = "attention" if level[maker] == index - 1 else None
+            if maker is not None and level.get(maker) == index - 1:
+                name = "attention"
+            elif maker is not None and maker in level:  # an earlier mixer's output
+                name = None
             if name is None:
                 raise InputError(
                     f"cannot be split: the block before layer {index} reads what an earlier block "
@@ -303,7 +324,7 @@ def _spans(
             # Roles are told apart by the order in which the next block reads them, so that equal blocks get equal
             # names.
             crossing = [value for value in reads[index + 1] if value.producer() not in level]
-            if stream:  # what layers with two mixers hand over both
+            if stream:  # values that pass both mixers of a layer with two
                 for later_reads in reads[index + 2 :]:
                     for value in later_reads:
                         if value.producer() not in level and value not in crossing and stage[value] <= index:
@@ -371,21 +392,17 @@ def _residual_stream(graph: ir.Graph, hidden: ir.Value) -> set[ir.Value]:
     """Return the residual stream: `hidden`, its sums with other values, and its products with a number."""
     stream = {hidden}
     for node in graph:
-        is_scaled = node.op_type == "Mul" and any(_is_a_number(value) for value in node.inputs)
+        factors = map(array_of, node.inputs) if node.op_type == "Mul" else ()
+        is_scaled = any(factor is not None and factor.size == 1 for factor in factors)
         if (is_scaled or node.op_type in ("Add", "Cast")) and not stream.isdisjoint(node.inputs):
             stream.update(node.outputs)
     return stream
 
 
-def _is_a_number(value: ir.Value | None) -> bool:
-    constant = None if value is None else convenience.get_const_tensor(value)
-    return constant is not None and constant.size == 1
-
-
 def _reshape_where_read(graph: ir.Graph, stage: dict[ir.Value, int], level: Mapping[ir.Node, int]) -> None:
-    """Let values cross as token rows: element-wise results of one value are computed where they are read.
+    """Move element-wise results of a single value to the block that reads them; updates `stage`.
 
-    Updates `stage`.
+    The value itself then crosses, which has rows of tokens, where a reshaped result may not have them.
     """
 
     def sources(value: ir.Value) -> set[ir.Value]:
@@ -397,9 +414,12 @@ def _reshape_where_read(graph: ir.Graph, stage: dict[ir.Value, int], level: Mapp
     for node in reversed(list(graph)):
         value = node.outputs[0]
         if node.op_type in _SHAPED and value in stage and len(sources(value)) == 1:
-            readers = [level[user] if user in level else stage.get(user.outputs[0]) for user in value.consumers()]
-            first = min((reader for reader in readers if reader is not None), default=stage[value])
-            stage[value] = max(stage[value], first)
+            reader_stages = []
+            for user in value.consumers():
+                reader_stage = level.get(user, stage.get(user.outputs[0]))
+                if reader_stage is not None:
+                    reader_stages.append(reader_stage)
+            stage[value] = max(stage[value], min(reader_stages, default=stage[value]))
 
 
 def _forward_inputs(
@@ -418,14 +438,14 @@ def _forward_inputs(
 def _defer_attention_inputs(
     graph: ir.Graph, cuts: Sequence[ir.Value], stage: dict[ir.Value, int], index: int, attention: Collection[ir.Node]
 ) -> None:
-    """Compute what only attention `index` reads in the block before it (Falcon-H1, next to its recurrence)."""
+    """Move values that only attention `index` reads to the block before it (Falcon-H1, next to its recurrence)."""
     if all(stage.get(value, index) == index for value in cuts):
         return
     needed = upstream(cuts, ())
     for node in reversed(list(graph)):
         if needed.isdisjoint(node.outputs):
             continue
-        readers = [user for value in node.outputs for user in value.consumers()]
+        readers = itertools.chain.from_iterable(value.consumers() for value in node.outputs)
         if all(user in attention or stage.get(user.outputs[0]) == index for user in readers):
             stage.update((value, index) for value in node.outputs if value in stage)
 
@@ -527,5 +547,6 @@ def bind_slot(slot: str, layer: int, prefix: str) -> str:
     match = re.fullmatch(r"(current|previous(?:_(\d+))?)\.(.+)", slot)
     if match is None:
         return slot
-    back = 0 if match[1] == "current" else int(match[2] or 1)
-    return f"{prefix}.{layer - back}.{match[3]}"
+    if match[1] != "current":
+        layer -= int(match[2] or 1)
+    return f"{prefix}.{layer}.{match[3]}"

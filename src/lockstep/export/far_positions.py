@@ -35,8 +35,8 @@ _EDGE_SHARE = 4  # a scaled row weighs as much as a quarter of all others togeth
 class Context:
     """The requests of a step: their cached tokens and positions.
 
-    lengths: of each, the number of its cached tokens. positions: where its first new token stands; the cached tokens
-    count from 0, and a greater position leaves a gap.
+    lengths: of each, the number of its cached tokens. positions: of its first new token; the cached tokens count from
+    0, so a larger position leaves a gap.
     """
 
     lengths: tuple[int, ...]
@@ -55,7 +55,9 @@ def contexts(assembly: Assembly, originals: Sequence[int]) -> list[Context]:
             clipped[tuple(distinct)] = None
     near = [Context(lengths, lengths) for lengths in clipped]
     # In a window a cache index is a position, so a gap would be another model: far positions then have no cache.
-    num_cached = 0 if windows else _SHORT
+    num_cached = _SHORT
+    if windows:
+        num_cached = 0
     candidates = [limit]
     for original in originals:
         candidates += [original - 2, 2 * original]
@@ -85,13 +87,14 @@ def fill(context: Context, assembly: Assembly, random: np.random.Generator) -> F
                 continue
             variant = assembly.variants[layer.variant]
             # Scores with a standard deviation of a half: attention that reads all rows, whatever the scale.
-            spread = 0.5 * min(1.0, 1 / (variant.scale * variant.head_dim**0.5))
+            spread = np.float32(0.5 * min(1.0, 1 / (variant.scale * variant.head_dim**0.5)))
             shape = (1, variant.num_kv_heads, length)
             key = random.standard_normal((*shape, variant.head_dim), np.float32)
             value = random.standard_normal((*shape, variant.value_head_dim), np.float32)
+            # Rows at which something may begin or end weigh so much that one too many or too few shows in the logits.
             visible = min(length, variant.window or length)
             value[:, :, _edges(length, variant.window)] *= max(1.0, visible / _EDGE_SHARE)
-            layers.append((key * np.float32(spread), value))
+            layers.append((key * spread, value))
         caches.append(layers)
     tokens = [random.integers(0, assembly.vocab_size, NEW + 1) for _ in context.lengths]
     return Filled(context, caches, tokens, assembly.layer_numbers)

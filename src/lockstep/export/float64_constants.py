@@ -34,6 +34,7 @@ class _Float64(TorchDispatchMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         operands = _tensors((args, kwargs))
+        # Views and copies round nothing, random numbers would differ in float64, and tensors without values have none.
         if (
             func.is_view
             or func._schema.name in _EXACT_IN_PLACE
@@ -43,7 +44,7 @@ class _Float64(TorchDispatchMode):
             return func(*args, **kwargs)
         if func._schema.is_mutable:
             return _in_place(func, args, kwargs)
-        narrow = func(*args, **kwargs)
+        narrow = func(*args, **kwargs)  # for the dtypes of the results, which are then computed in float64
         dtypes = {tensor.dtype for tensor in _tensors(narrow) if not tensor.is_meta}
         if not dtypes.intersection(_NARROW):
             return narrow
@@ -54,6 +55,7 @@ class _Float64(TorchDispatchMode):
 
 
 def _in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an in-place operator on float64 copies, and copy the results back into the tensors that it writes."""
     parameters = func._schema.arguments
     names = [parameter.name for parameter in parameters]
     written = [parameter.name for parameter in parameters if parameter.alias_info and parameter.alias_info.is_write]
@@ -69,7 +71,9 @@ def _widened(values: Any) -> Any:
     """Return copies of narrow floating-point tensors in float64, and everything else unchanged."""
 
     def widen(leaf: Any) -> Any:
-        return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.dtype in _NARROW else leaf
+        if isinstance(leaf, torch.Tensor) and leaf.dtype in _NARROW:
+            return leaf.double()
+        return leaf
 
     return tree_map(widen, values)
 

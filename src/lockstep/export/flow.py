@@ -1,11 +1,12 @@
 """Data flow of a packed trace: which values depend on tokens or positions, and where attention may be cut.
 
 In: a graph with its attention nodes, and the names of its weights. Out: for an input of an attention the value to cut
-at, and the nodes between the two.
+at, and the nodes between the two: RoPE and data movement, which read no weight.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 import onnx_ir as ir
@@ -17,7 +18,7 @@ _MOVEMENT = frozenset("Cast Concat Expand Identity Neg Reshape Slice Split Squee
 
 
 class Flow:
-    """The values that depend on tokens, and those that see positions without a weight in between."""
+    """Which values depend on tokens (`tokens`), and which on positions without a weight in between (`positional`)."""
 
     def __init__(self, graph: ir.Graph, weights: frozenset[str]):
         self.graph = graph
@@ -40,7 +41,7 @@ class Flow:
         return value in self.positional and value not in self.tokens
 
     def walk(self, value: ir.Value, stops: Collection[ir.Value] = ()) -> tuple[list[ir.Value], set[ir.Node]]:
-        """Return the token values that positions and movement alone turn into `value`, and the nodes in between."""
+        """Return the token values that `value` is made of by positions and movement alone, and the nodes in between."""
         sources: list[ir.Value] = []
         between: set[ir.Node] = set()
         visited: set[ir.Value] = set()
@@ -50,18 +51,15 @@ class Flow:
             if current in visited or current is None or current is self.positions:
                 continue
             visited.add(current)
-            if current not in stops and (current in self.positional or self._is_moved(current)):
-                node = current.producer()
-                assert node is not None  # graph inputs are neither positional nor moved
+            node = current.producer()
+            is_moved = node is not None and node.op_type in _MOVEMENT and not self.reads_weight(node)
+            is_between = current in self.positional or (is_moved and current in self.tokens)
+            if is_between and node is not None and current not in stops:
                 between.add(node)
                 stack.extend(node.inputs)
             elif current in self.tokens:
                 sources.append(current)
         return sources, between
-
-    def _is_moved(self, value: ir.Value) -> bool:
-        node = value.producer()
-        return value in self.tokens and node is not None and node.op_type in _MOVEMENT and not self.reads_weight(node)
 
     def cut_value(self, value: ir.Value) -> ir.Value:
         """Return where to cut for one input of an attention: the earliest value with just its numbers.
@@ -78,7 +76,9 @@ class Flow:
                 if operand is not None and operand in self.tokens and operand not in self.positional:
                     candidates.add(operand)
         fitting = [candidate for candidate in candidates if layout_of(candidate, width) is not None]
-        order = {output: index for index, node in enumerate(self.graph) for output in node.outputs}
+        order: dict[ir.Value, int] = {}  # of values in the graph, so that the choice does not depend on a set's order
+        for index, node in enumerate(self.graph):
+            order.update(dict.fromkeys(node.outputs, index))
         for candidate in sorted(fitting, key=lambda v: (dtype_of(v).itemsize, order.get(v, -1))):
             sources, _ = self.walk(value, stops={candidate})
             if sources == [candidate]:
@@ -90,11 +90,9 @@ def layout_of(value: ir.Value, width: int) -> str | None:
     """Return "flat" [N, width], "tokens" [N, heads, dim], "heads" [heads, N, dim], or None."""
     if value.shape is None:
         return None
-    fixed = [isinstance(dim, int) for dim in value.shape]
-    if fixed == [False, True]:
-        return "flat" if value.shape[1] == width else None
-    if fixed == [False, True, True]:
-        return "tokens" if value.shape[1] * value.shape[2] == width else None
-    if fixed == [True, False, True]:
-        return "heads" if value.shape[0] * value.shape[2] == width else None
-    return None
+    sizes = [dim for dim in value.shape if isinstance(dim, int)]
+    is_fixed = tuple(isinstance(dim, int) for dim in value.shape)
+    if math.prod(sizes) != width:
+        return None
+    layouts = {(False, True): "flat", (False, True, True): "tokens", (True, False, True): "heads"}
+    return layouts.get(is_fixed)

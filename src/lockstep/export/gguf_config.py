@@ -51,7 +51,9 @@ class _Keys:
 
     def take(self, name: str, default: Any = None) -> Any:
         value = self.unread.pop(name, default)
-        return _shortest(value) if isinstance(value, float) else value
+        if isinstance(value, float):
+            return _shortest(value)
+        return value
 
     def need(self, name: str) -> Any:
         value = self.take(name)
@@ -95,7 +97,7 @@ def config_of(file: GgufFile, rope_divisors: Callable[[], np.ndarray]) -> dict[s
     config["head_dim"] = keys.take("attention.key_length", config["hidden_size"] // heads)
     config["vocab_size"] = tensors["token_embd.weight"].shape[0]
     config["tie_word_embeddings"] = "output.weight" not in tensors
-    config |= _rope(file, keys, config, rope_divisors if ROPE_DIVISORS in tensors else None)
+    config |= _rope(file, keys, config, rope_divisors() if ROPE_DIVISORS in tensors else None)
     config |= _architecture_settings(file.architecture, keys, config)
     keys.expect("vocab_size", config["vocab_size"])
     keys.expect("attention.value_length", config["head_dim"])
@@ -110,7 +112,7 @@ def config_of(file: GgufFile, rope_divisors: Callable[[], np.ndarray]) -> dict[s
     return config
 
 
-def _rope(file: GgufFile, keys: _Keys, config: dict[str, Any], divisors: Callable | None) -> dict[str, Any]:
+def _rope(file: GgufFile, keys: _Keys, config: dict[str, Any], divisors: np.ndarray | None) -> dict[str, Any]:
     keys.expect("rope.dimension_count", config["head_dim"])
     theta = keys.take("rope.freq_base", 10000.0)
     parameters: dict[str, Any] = {"rope_type": "default"}
@@ -121,7 +123,7 @@ def _rope(file: GgufFile, keys: _Keys, config: dict[str, Any], divisors: Callabl
         raise keys.error("rope.scaling.type", scaling_type)
     keys.take("rope.scaling.original_context_length")  # only matters to types that are not supported
     if divisors is not None:
-        parameters = _llama3(file, divisors(), theta, config["head_dim"])
+        parameters = _llama3(file, divisors, theta, config["head_dim"])
     if file.architecture == "gemma3":
         keys.expect("rope.freq_base_swa", 10000.0)
         return {
@@ -182,5 +184,9 @@ def _shortest(value: Any) -> float:
 
 
 def _shown(value: Any) -> str:
-    text = "none" if value is None else repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."
+    if value is None:
+        return "none"
+    text = repr(value)
+    if len(text) > 60:
+        return f"{text[:60]}..."
+    return text

@@ -36,7 +36,7 @@ def make(path: Path, folder: Path) -> Path:
     """
     file = read_gguf(path)
     sizes = tensor_nbytes(file)
-    with open(path, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+    with open(path, "rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
         tensors = {tensor.name: tensor for tensor in file.tensors}
 
         def read(name: str) -> np.ndarray:
@@ -114,7 +114,7 @@ def _version() -> str:
 
 def _dequantized(data: mmap.mmap, tensor: GgufTensor, size: int) -> np.ndarray:
     raw = np.frombuffer(data, np.uint8, size, tensor.offset)
-    rows = raw.reshape(*tensor.shape[:-1], -1) if len(tensor.shape) > 1 else raw.reshape(1, -1)
+    rows = raw.reshape(*(tensor.shape[:-1] or (1,)), -1)
     # A copy: no array may reference the memory map when it is closed.
     return np.array(gguf.dequantize(rows, gguf.GGMLQuantizationType(tensor.type)), np.float32).reshape(tensor.shape)
 
@@ -154,4 +154,6 @@ def _generation(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
     ids = {name: config[name] for name in names if config[name] is not None}
     ends = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     ends = list(dict.fromkeys(end for end in ends if end is not None))
-    return {**ids, "eos_token_id": ends} if len(ends) > 1 else ids
+    if len(ends) > 1:
+        ids["eos_token_id"] = ends
+    return ids

@@ -59,7 +59,7 @@ def tokenizer_of(file: GgufFile) -> tuple[Tokenizer, dict[str, Any]]:
     typed_tokens = [(token, type) for token, type in zip(tokens, metadata.get("token_type") or ()) if token]
     control = [AddedToken(token, normalized=False) for token, type in typed_tokens if type == _CONTROL]
     user_defined = [AddedToken(token, normalized=False) for token, type in typed_tokens if type == _USER_DEFINED]
-    tokenizer.add_special_tokens(control)
+    tokenizer.add_special_tokens(control)  # a decoder leaves these out, and keeps those that follow
     tokenizer.add_tokens(user_defined)
     names = {name: _token_of_id(file, metadata, key) for name, key in _ID_KEYS.items()}
     return tokenizer, with_special_tokens(tokenizer, names, metadata.get("add_bos_token", adds_bos))

@@ -47,12 +47,12 @@ def check_independence(graph: ir.Graph, model_type: str) -> None:
         except _MixesError as reason:
             raise InputError(
                 f"model type {model_type!r} cannot be split: outside attention its {node.op_type} {reason}; a "
-                "request's result would depend on the requests beside it, and on how its prompt is cut"
+                "request's result would depend on the other requests of its steps, and on how its prompt is cut"
             ) from None
 
 
 def _check_node(node: ir.Node, tokens: set[ir.Value]) -> list[ir.Value]:
-    """Return a node's outputs that are read, after checking that each token depends on the same token of the inputs."""
+    """Return a node's outputs that are read. Raises _MixesError where one depends on other tokens of the inputs."""
     used = [output for output in node.outputs if output.uses() or output.is_graph_output()]
     input_axes = [(position, _token_axis(value)) for position, value in enumerate(node.inputs) if value in tokens]
     for output in used:

@@ -48,20 +48,27 @@ def language_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if text is None:
         return config
     text["model_type"] = _alias(text["model_type"])
+    # Whether the head is tied is a setting of the wrapper, which the inner config may contradict by its default.
     tied = ties_head(config)
-    return text if tied is None else text | {"tie_word_embeddings": tied}
+    if tied is not None:
+        text["tie_word_embeddings"] = tied
+    return text
 
 
 def _alias(model_type: Any) -> Any:
-    return _ALIASES.get(model_type, model_type) if isinstance(model_type, str) else model_type
+    if not isinstance(model_type, str):
+        return model_type
+    return _ALIASES.get(model_type, model_type)
 
 
 def _text_mapping(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the settings of a wrapper's language model; None for any other config, or one that cannot be read."""
     model_type = config["model_type"]
-    inner = config[TEXT_KEY] if isinstance(config.get(TEXT_KEY), Mapping) else None
+    inner = config.get(TEXT_KEY)
+    if not isinstance(inner, Mapping):
+        inner = {}
     if model_type not in CONFIG_MAPPING:  # custom code
-        if inner is None or inner.get("model_type") not in {*CONFIG_MAPPING, *_ALIASES}:
+        if inner.get("model_type") not in {*CONFIG_MAPPING, *_ALIASES}:
             return None
         return copy.deepcopy(dict(inner))
     settings = _try_build(config)
@@ -72,7 +79,7 @@ def _text_mapping(config: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     if type(settings) in MODEL_FOR_CAUSAL_LM_MAPPING and not _has_decoder(type(text)):
         return None  # its causal LM takes the whole config (Emu3)
-    if inner is not None and inner.get("model_type") == text.model_type:
+    if inner.get("model_type") == text.model_type:
         return copy.deepcopy(dict(inner))  # as written, so that derived settings are derived again
     return {**text.to_diff_dict(), "model_type": text.model_type}
 
@@ -99,7 +106,7 @@ def build_config(config: Mapping[str, Any]) -> PreTrainedConfig:
     if model_type not in CONFIG_MAPPING:
         raise InputError(
             f"config.json: model_type: expected a type of transformers {transformers.__version__}, found "
-            f"{model_type!r}; a model with code of its own cannot be used"
+            f"{model_type!r}; a model with custom code cannot be used"
         )
     with quiet(), refused_in_one_line(model_type):
         settings: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(values)
@@ -137,7 +144,9 @@ def root_cause(error: BaseException) -> str:
             break
         error = inner
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return line if isinstance(error, InputError) else f"{type(error).__name__}: {line}"
+    if isinstance(error, InputError):
+        return line
+    return f"{type(error).__name__}: {line}"
 
 
 def per_layer_settings(config: PreTrainedConfig, depth: int) -> dict[str, Sequence[Any]]:
@@ -209,13 +218,15 @@ def check_wrapper(config: Mapping[str, Any], small: Mapping[str, Any], model: Pr
     config: the wrapper's. small: that of `model`, a small language model of the same settings, in float32. The
     wrapper's towers have no weights, so reading them fails. Raises InputError where the two differ.
     """
-    settings = _try_build(config) if config.get("model_type") in CONFIG_MAPPING else None
+    settings = None
+    if config.get("model_type") in CONFIG_MAPPING:
+        settings = _try_build(config)
     if settings is None or type(settings) not in MODEL_FOR_MULTIMODAL_LM_MAPPING or _text_mapping(config) is None:
         return  # no wrapper, or one whose code is not in transformers
-        return  # no wrapper, or one whose code is not here
     refusal = f"model type {config['model_type']!r} cannot be split: "
     sections = {name: copy.deepcopy(config[name]) for name in settings.sub_configs if name in config}
-    small_sections = {**sections, TEXT_KEY: dict(small), "tie_word_embeddings": _is_tied(model)}
+    is_tied = bool(getattr(model, "all_tied_weights_keys", None))
+    small_sections = {**sections, TEXT_KEY: dict(small), "tie_word_embeddings": is_tied}
     try:
         with quiet(), torch.device("meta"):
             wrapper = AutoModelForMultimodalLM.from_config(
@@ -234,10 +245,6 @@ def check_wrapper(config: Mapping[str, Any], small: Mapping[str, Any], model: Pr
             f"{refusal}on text alone its logits differ by {difference:.1e} of their standard deviation from those of "
             f"its language model ({small['model_type']}), expected at most {EXPORT:.0e}"
         )
-
-
-def _is_tied(model: PreTrainedModel) -> bool:
-    return bool(getattr(model, "all_tied_weights_keys", None))
 
 
 def _share_tensors(wrapper: PreTrainedModel, model: PreTrainedModel) -> None:

@@ -161,15 +161,20 @@ class AddLora(Pass):
         ids = self._add(graph, IDS, ir.DataType.INT64, ["num_tokens"])
         start = GraphWriter(graph, "lora", before=next(iter(graph)))
         masks = {}
+        # One mask for all products over tokens, and in an exit one for those over the rows of its logits.
         for rows in dict.fromkeys(rows for _, rows in products.values()):
-            own_ids = ids if rows == "num_tokens" else start.op("Gather", ids, logit_rows, axis=0)
-            masks[rows] = start.op("Equal", start.op("Unsqueeze", own_ids, [1]), self._owner)
+            ids_of_rows = ids
+            if rows == "num_requests":
+                ids_of_rows = start.op("Gather", ids, logit_rows, axis=0)
+            masks[rows] = start.op("Equal", start.op("Unsqueeze", ids_of_rows, [1]), self._owner)
         columns = self._owner.size
         for name, (node, rows) in products.items():
             weight = required(node.inputs[1])
             dtype = dtype_of(weight)
             (out,) = node.outputs
-            out_features, in_features = sizes_of(weight) if attribute(node, "transB", 0) else sizes_of(weight)[::-1]
+            out_features, in_features = sizes_of(weight)
+            if not attribute(node, "transB", 0):
+                in_features, out_features = sizes_of(weight)
             self.lora[name] = slot = LoraSlot(name + A_SUFFIX, name + B_SUFFIX, in_features, out_features)
             a = self._add(graph, slot.a, dtype, [in_features, columns])
             b = self._add(graph, slot.b, dtype, [columns, out_features])
@@ -198,11 +203,13 @@ def _products(model: ir.Model, slots: Collection[str]) -> Products:
             of_requests.update(node.outputs)
         if node.op_type == "Gemm" and (slot := required(node.inputs[1]).name) in slots:
             first = shape_of(node.inputs[0])[0]
-            rows = "" if isinstance(first, int) else first.value or "?"
-            if rows and rows not in _ROW_DIMS:  # after a Reshape, as of state mixers
+            if isinstance(first, int):  # rows that are no tokens
+                continue
+            if first.value in _ROW_DIMS:
+                rows = str(first.value)
+            else:  # after a Reshape, as of state mixers, the dimension has no name
                 rows = "num_requests" if node.inputs[0] in of_requests else "num_tokens"
-            if rows in _ROW_DIMS:
-                products[str(slot)] = (node, rows)
+            products[str(slot)] = (node, rows)
     return products
 
 

@@ -32,5 +32,5 @@ def make_checkpoint(source: str, path: str | os.PathLike, out: str | os.PathLike
         assert isinstance(parsed, GgufSource)  # others are downloaded, or are local already
         origin = {"gguf_file": GgufDigest(sha256_file(path), path.stat().st_size)}
         gguf_model.make(path, folder)
-    digests = {name: sha256_file(folder / name) for name in sorted(file.name for file in folder.iterdir())}
+    digests = {file.name: sha256_file(file) for file in sorted(folder.iterdir())}
     return write_fetched(out, source, digests, **origin)

@@ -22,10 +22,10 @@ from lockstep.onnx_tools.values import array_of, axis_of, number, required, shap
 def merge_movement(graph: ir.Graph, keep: Collection[ir.Value] = ()) -> None:
     """Let reshapes and transposes read past others, but not past values in `keep`, and drop idle ones."""
     for node in list(graph):
-        out = node.outputs[0]
-        source = node.inputs[0] if node.inputs else None
-        if source is None:
+        if node.op_type not in ("Reshape", "Transpose"):
             continue
+        out = node.outputs[0]
+        source = required(node.inputs[0])
         if node.op_type == "Reshape":
             target = array_of(node.inputs[1])
             if target is not None and 0 not in target:  # 0 copies a dimension of the input
@@ -33,7 +33,7 @@ def merge_movement(graph: ir.Graph, keep: Collection[ir.Value] = ()) -> None:
                 node.replace_input_with(0, source)
             if source.shape is not None and out.shape is not None and same_shape(source.shape, out.shape):
                 _replace(graph, node, source, keep)
-        elif node.op_type == "Transpose":
+        else:
             perm = list(node.attributes["perm"].as_ints())
             producer = source.producer()
             if source not in keep and producer is not None and producer.op_type == "Transpose":
@@ -89,7 +89,9 @@ def put_tokens_first(graph: ir.Graph) -> None:
 def _move_transposes_after(graph: ir.Graph, node: ir.Node) -> None:
     """Move the transposes of a node's inputs to its outputs, if no other input has several numbers."""
     sources = [_before_transpose(value) for value in node.inputs]
-    moved_inputs = node.inputs[:1] if node.op_type == "Split" else node.inputs
+    moved_inputs = node.inputs
+    if node.op_type == "Split":  # its second input is sizes
+        moved_inputs = node.inputs[:1]
     is_transposed = [source is not value for source, value in zip(sources, node.inputs, strict=True)]
     if not any(is_transposed):
         return

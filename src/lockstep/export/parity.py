@@ -79,7 +79,7 @@ def check_parity(
     errors: list[float] = []
     for draw in DRAWS:
         measured = measure(small, draw)
-        if measured.reference_error > EXPORT / _REFERENCE_MARGIN:
+        if measured.reference_error > EXPORT / _REFERENCE_MARGIN:  # says nothing about the split form
             continue
         if measured.error <= EXPORT:
             check_wrapper(config, small.config, reference_model(small.config, *draw))
@@ -118,7 +118,8 @@ def make_small(
                     return Small(candidate, files, assembly)
                 small_split = assemble(small, candidate, "fp32")
                 difference = _form_difference(small_split, (files, assembly))
-                if difference and assembly.precision != "fp32":  # some operators differ by precision (Min, and Clip)
+                # Some operators differ by precision (Min, and Clip), so a difference counts only in the same one.
+                if difference and assembly.precision != "fp32":
                     same_precision = assemble(meta_model(candidate, assembly.precision), candidate, assembly.precision)
                     difference = _form_difference(same_precision, (files, assembly))
                 if difference:
@@ -228,8 +229,9 @@ def measure(small: Small, draw: tuple[int, float] = DRAWS[0]) -> Measured:
     """Measure the errors of requests' tokens under random weights. Raises InputError where nothing runs."""
     model = reference_model(small.config, *draw)
     random = np.random.default_rng(draw[0])
-    # A recurrence computes spans of tokens at a time.
-    lengths = [*LENGTHS, sum(_LONG_STEPS)] if small.assembly.state_mixers else LENGTHS
+    lengths = [*LENGTHS]
+    if small.assembly.state_mixers:  # a recurrence computes spans of tokens at a time
+        lengths.append(sum(_LONG_STEPS))
     limit = small.assembly.max_position_embeddings or sum(_LONG_STEPS)
     sequences = [random.integers(0, small.assembly.vocab_size, min(length, limit)) for length in lengths]
     expected = _forward(model, sequences)
@@ -250,7 +252,7 @@ def measure(small: Small, draw: tuple[int, float] = DRAWS[0]) -> Measured:
     near_error = max_difference(logits, expected)
     far_error = max(map(max_difference, logits_far, expected_far), default=0.0)
     reference_error = max_difference(_forward(model.double(), sequences), expected)
-    if far_error > EXPORT:  # is it ours? Only then is transformers' own error worth its time
+    if far_error > EXPORT:  # it may be transformers' own error in fp32, which takes long to measure
         exact = [far_positions.reference_logits(model, context) for context in filled]
         reference_error = max(reference_error, *map(max_difference, exact, expected_far))
     return Measured(max(near_error, far_error), reference_error)
@@ -262,7 +264,9 @@ def max_difference(logits: Sequence[np.ndarray], expected: Sequence[np.ndarray])
     errors = []
     for rows, expected_rows in zip(logits, expected, strict=True):
         error = judge.measure(expected_rows, rows, judge.Bound(EXPORT), scale).relative_error
-        errors.append(float("inf") if error is None else error)
+        if error is None:
+            return float("inf")
+        errors.append(error)
     return max(errors)
 
 

@@ -53,7 +53,7 @@ Rewrite = Callable[[GraphFile, Mapping[str, int]], tuple[GraphFile, bytes]]
 
 @dataclass(frozen=True)
 class _SlotUse:
-    """A weight slot of a block in one layer.
+    """A weight slot of a block in one layer: what decides whether its tensors can be quantised.
 
     bits: None for full precision. columns: length of a row, the numbers that share a product. is_stack: several
     matrices. is_transposed: the checkpoint stores it as [in_features, out_features].
@@ -165,13 +165,12 @@ def _split_classes_by_bits(
         )
     copied_files = dict(files)
     classes = dict(assembly.classes)
-    lora_classes = dict(assembly.adapters.classes) if assembly.adapters is not None else {}
+    adapters = assembly.adapters
     for name, original in original_names.items():
         classes[name] = replace(assembly.classes[original], file=f"{name}.onnx")
         copied_files[f"{name}.onnx"] = files[assembly.classes[original].file]
-        if original in lora_classes:
-            lora_classes[name] = lora_classes[original]
-    adapters = assembly.adapters and replace(assembly.adapters, classes=lora_classes)
+        if adapters is not None and original in adapters.classes:
+            adapters = replace(adapters, classes={**adapters.classes, name: adapters.classes[original]})
     return copied_files, replace(assembly, classes=classes, layers=layers, adapters=adapters)
 
 
@@ -182,7 +181,9 @@ def _rename_adapter_slots(adapters: LoraSlots, classes: Mapping[str, GraphFile])
         slots = {slot.name for slot in classes[name].signature.slots}
         renamed[name] = {}
         for slot, layer in layers.items():
-            renamed[name][slot if slot in slots else data_name(slot)] = layer
+            if slot not in slots:  # the layer is quantised
+                slot = data_name(slot)
+            renamed[name][slot] = layer
     return replace(adapters, classes=renamed)
 
 
@@ -297,10 +298,12 @@ def _choose_tensors(
         reason = "[out_features, in_features] each"
         if prequantized is not None:
             reason += " or are no integers of the checkpoint"
-        suffix = f" and {len(stacks) - 1} more" if len(stacks) > 1 else ""
+        names = stacks[0]
+        if len(stacks) > 1:
+            names += f" and {len(stacks) - 1} more"
         note(
             f"precision {precision}: experts stay in float32, for their weights are kept in another form than "
-            f"{reason}: {stacks[0]}{suffix}"
+            f"{reason}: {names}"
         )
     quantized_uses = [use for use in uses if use.tensors[0] in bits]
     if all(use.is_head for use in quantized_uses):
@@ -328,7 +331,9 @@ def _prequantized_bits(use: _SlotUse, prequantized: QuantizedTensors) -> int | N
         return None
     # Checkpoints of a bare decoder leave out the first part of the name ("transformer.").
     bits = {prequantized.bits.get(name) or prequantized.bits.get(name.partition(".")[2]) for name in use.tensors}
-    return bits.pop() if len(bits) == 1 else None
+    if len(bits) > 1:
+        return None
+    return bits.pop()
 
 
 def _slot_uses(
@@ -358,7 +363,9 @@ def _slot_uses(
         quantizable = set(products) - _router_slots(model, products)
         if not is_fp8(precision):
             quantizable |= set(expert_stacks)
-        embeddings = () if keeps_embeddings else _embeddings(model, columns)
+        embeddings = _embeddings(model, columns)
+        if keeps_embeddings:
+            embeddings = {}
         for slots in _slots_of_class(assembly, name):
             for slot, tensors in slots.items():
                 if slot in embeddings:
@@ -429,7 +436,10 @@ def _linear_products(graph: ir.Graph, slots: Collection[str]) -> dict[str, list[
 
 
 def _router_slots(graph: ir.Graph, products: Mapping[str, Sequence[ir.Node]]) -> set[str]:
-    """Return the slots of products whose results choose experts, without another product in between."""
+    """Return the slots of products whose results choose experts, without another product in between.
+
+    Routers stay in full precision: a rounded score may choose another expert.
+    """
     choosing = {node.inputs[0] for node in graph if node.op_type in ("ArgMax", "TopK")}
     for node in reversed(graph):
         if not choosing.isdisjoint(node.outputs) and node.op_type not in ("Gemm", "MatMul"):
@@ -498,9 +508,9 @@ class QuantizeWeights(Pass):
             slot = slot_of_node.get(node, "")
             if not slot:
                 continue
-            weight = required(node.inputs[1 if slot in products else 0])
+            weight = required(node.inputs[int(slot in products)])  # a lookup reads its table first
             *rows, columns = sizes_of(weight)
-            if self._quantized.mxfp4 or is_transposed(node):
+            if self._quantized.mxfp4 or is_transposed(node):  # [..., in_features, out_features]
                 *rows, columns = [*rows[:-1], columns, rows[-1]]
             if slot not in parts:
                 parts[slot] = self._add_parts(graph, weight, rows, columns)
@@ -526,9 +536,12 @@ class QuantizeWeights(Pass):
         return [add_input(graph, name, *type_, before=weight) for name, type_ in zip(names, types, strict=True)]
 
     def _product(self, writer: GraphWriter, node: ir.Node, parts: Sequence[ir.Value], sizes: Mapping[str, Any]) -> None:
+        """Replace a Gemm by a product that reads quantised weights, and an addition of its bias."""
         (out,) = node.outputs
         activation, _, *bias = map(required, node.inputs)
-        settings: dict[str, Any] = {"result": f"{out.name}/product"} if bias else {"replaces": out}
+        settings: dict[str, Any] = {"replaces": out}
+        if bias:
+            settings = {"result": f"{out.name}/product"}
         size = sizes["block_size"]
         if size == ROW:
             if activation not in self._rounded:
@@ -558,8 +571,9 @@ def _part_types(
     if size == ROW:
         return [(element.FLOAT8E4M3FN, [*rows, columns]), (element.FLOAT, [*rows])]
     groups = columns // size
+    scale = element.UINT8 if quantized.mxfp4 else element.FLOAT
     types: list[tuple[ir.DataType, list[int]]] = [(element.UINT8, [*rows, groups, size * bits // 8])]
-    types.append((element.UINT8 if quantized.mxfp4 else element.FLOAT, [*rows, groups]))
+    types.append((scale, [*rows, groups]))
     if quantized.zero_points:
         types.append((element.UINT8, [*rows, (groups * bits + 7) // 8]))
     if quantized.ordered:

@@ -69,7 +69,6 @@ def _check_empty(folder: Path, config_json: Path) -> None:
 
 
 def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of the tensors of a checkpoint of `config`'s model."""
     from lockstep.export.checkpoint_layout import checkpoint_shapes
     from lockstep.export.tracer import meta_model
 
@@ -93,7 +92,6 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def _dtype(path: Path, config: Mapping[str, Any]) -> str:
-    """Return the dtype of a config by its name in safetensors."""
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
     if name not in NAME_PRECISIONS:
         raise InputError(f"{path}: dtype: expected one of {', '.join(sorted(NAME_PRECISIONS))}, found {name!r}")

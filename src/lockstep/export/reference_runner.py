@@ -41,10 +41,10 @@ class ReferenceRunner(GraphRunner):
     ):
         self.assembly = assembly
         self.tensors = tensors
-        graphs = dict(assembly.engine_graphs())
-        self.inputs = {name: [io.name for io in graph.signature.inputs] for name, graph in graphs.items()}
-        self.outputs = {name: [io.name for io in graph.signature.outputs] for name, graph in graphs.items()}
-        self.sessions = {name: open_session(files[graph.file], threads=1) for name, graph in graphs.items()}
+        self.signatures = {name: graph.signature for name, graph in assembly.engine_graphs()}
+        self.sessions = {}
+        for name, graph in assembly.engine_graphs():
+            self.sessions[name] = open_session(files[graph.file], threads=1)
         self.lengths = np.zeros(num_requests, np.int64)
         self.shift = np.zeros(num_requests, np.int64)  # of each request: new position minus number of cached tokens
         noise = np.random.default_rng(0)
@@ -54,11 +54,9 @@ class ReferenceRunner(GraphRunner):
                 self.caches.append([np.zeros((num_requests, *state), np.float32) for state in self.states_of(index)])
                 continue
             variant = assembly.variants[layer.variant]
-            shapes = [
-                (num_requests, variant.num_kv_heads, capacity, dim)
-                for dim in (variant.head_dim, variant.value_head_dim)
-            ]
-            self.caches.append([10 * noise.standard_normal(shape, np.float32) for shape in shapes])
+            shape = (num_requests, variant.num_kv_heads, capacity)
+            dims = (variant.head_dim, variant.value_head_dim)
+            self.caches.append([10 * noise.standard_normal((*shape, dim), np.float32) for dim in dims])
 
     def with_caches(
         self, caches: Sequence[list[np.ndarray]], lengths: Sequence[int], shift: np.ndarray
@@ -77,12 +75,14 @@ class ReferenceRunner(GraphRunner):
     def states_of(self, layer: int) -> list[tuple[int, ...]]:
         """Return the sizes of a request's states in a layer; empty where it has keys and values."""
         mixer = self.assembly.state_mixers.get(self.assembly.layers[layer].variant)
-        return [] if mixer is None else [mixer.state]
+        if mixer is None:
+            return []
+        return [mixer.state]
 
     def step(self, parts: Sequence[PackedRequest]) -> list[np.ndarray]:
         """Advance the requests by a step; return the logits of each part's tokens, [len(tokens), vocab_size]."""
         parts = [*parts]
-        cache_rows = [self._cache_rows(part) for part in parts]
+        cache_rows = [self.lengths[part.request] + np.arange(len(part.tokens)) for part in parts]
         positions = [rows + self.shift[part.request] for part, rows in zip(parts, cache_rows, strict=True)]
         token_ids = np.concatenate([part.tokens for part in parts])
         env: dict[str, np.ndarray] = {
@@ -102,12 +102,10 @@ class ReferenceRunner(GraphRunner):
             self.lengths[part.request] += len(part.tokens)
         return np.split(logits, np.cumsum([len(part.tokens) for part in parts])[:-1])
 
-    def _cache_rows(self, part: PackedRequest) -> np.ndarray:
-        return self.lengths[part.request] + np.arange(len(part.tokens))
-
     def run_graph(self, name: str, inputs: Arrays, weights: Arrays) -> dict[str, np.ndarray]:
-        feeds = {**{key: inputs[key] for key in self.inputs[name]}, **weights}
-        outputs = self.outputs[name]
+        signature = self.signatures[name]
+        feeds = {io.name: inputs[io.name] for io in signature.inputs} | dict(weights)
+        outputs = [io.name for io in signature.outputs]
         return dict(zip(outputs, self.sessions[name].run(outputs, feeds), strict=True))
 
     def slot_array(self, tensors: Sequence[str], slot: IO) -> np.ndarray:
@@ -144,7 +142,9 @@ class ReferenceRunner(GraphRunner):
             if mixer is not None:
                 cache[0][requests] = outputs["state_out"]
                 continue
-            owners = requests * len(rows) if phase == "prefill" else requests
+            owners = requests  # of each new cache row
+            if phase == "prefill":
+                owners = requests * len(rows)
             for store, new in zip(cache, (outputs["key_out"], outputs["value_out"]), strict=True):
                 store[owners, :, env["cache_rows"][rows]] = new
         assert result is not None  # a step has parts

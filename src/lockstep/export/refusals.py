@@ -1,8 +1,8 @@
 """The known reasons why a model cannot be split, for the error message.
 
-In: a model whose trace or parity check failed. Out: what its config and modules do that a split form over a KV cache
-does not support, if known. This module rejects nothing itself: a model that traces and agrees with transformers is
-accepted, whatever its modules are called.
+In: a model whose trace or parity check failed. Out: the property of its config or modules that a split form over a KV
+cache does not support, if known. This module rejects nothing itself: a model that traces and agrees with transformers
+is accepted, whatever the names of its modules.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def known_reason(model: PreTrainedModel) -> str | None:
     if getattr(config, "is_encoder_decoder", False):
         return (
             "it is the decoder of an encoder-decoder, with attention to an encoder's tokens; only "
-            "decoders of their own can be split"
+            "decoder-only models can be split"
         )
     inputs = _extra_layer_inputs(config)
     if inputs:

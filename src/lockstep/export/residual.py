@@ -59,6 +59,7 @@ class _Widening:
         return node.op_type in PRODUCTS or node.domain == DOMAIN or is_lookup
 
     def _wide_values(self, hidden: ir.Value) -> set[ir.Value]:
+        """Return all values that are linked to `hidden` by nodes that do not stay in float16, in both directions."""
         wide: set[ir.Value] = set()
         stack: list[ir.Value] = [hidden]
         while stack:
@@ -70,7 +71,9 @@ class _Widening:
                 if not self._stays_narrow(reader):
                     stack += [output for output in reader.outputs if output.dtype == _HALF]
             maker = value.producer()
-            for operand in maker.inputs if maker is not None else ():
+            if maker is None:
+                continue
+            for operand in maker.inputs:
                 if operand is not None and operand.dtype == _HALF and operand in self.flow.tokens:
                     before = operand.producer()
                     if before is not None and not self._stays_narrow(before):
@@ -78,7 +81,6 @@ class _Widening:
         return wide
 
     def _rewrite(self, node: ir.Node, wide: set[ir.Value]) -> None:
-        """Cast the inputs of a node to the type that it computes in."""
         is_narrow = self._stays_narrow(node)
         for index, value in enumerate(node.inputs):
             if value is None:
@@ -92,7 +94,8 @@ class _Widening:
         """Return a value in another type: a wide constant, or one Cast for all readers."""
         if (value, dtype) not in self._casts:
             if value.const_value is not None:
-                cast = self._constant(value)
+                cast = constant(f"{value.name}/wide", value.const_value.numpy().astype(np.float32))
+                self.graph.register_initializer(cast)
             else:
                 node = node_of("Cast", [value], value.shape, dtype, [ir.AttrInt64("to", int(dtype))])
                 cast = node.outputs[0]
@@ -103,12 +106,6 @@ class _Widening:
                     self.graph.insert_after(maker, node)
             self._casts[value, dtype] = cast
         return self._casts[value, dtype]
-
-    def _constant(self, value: ir.Value) -> ir.Value:
-        assert value.const_value is not None  # checked by the caller
-        wide = constant(f"{value.name}/wide", value.const_value.numpy().astype(np.float32))
-        self.graph.register_initializer(wide)
-        return wide
 
     def _drop_idle_casts(self) -> None:
         for node in [node for node in self.graph if node.op_type == "Cast"]:

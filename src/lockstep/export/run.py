@@ -72,7 +72,9 @@ class _Registry:
     def name(self, key: Hashable, label: str) -> str:
         if key not in self.names:
             count = sum(name == label or name.startswith(f"{label}_") for name in self.names.values())
-            self.names[key] = f"{label}_{count + 1}" if count else label
+            if count:
+                label = f"{label}_{count + 1}"
+            self.names[key] = label
         return self.names[key]
 
 
@@ -118,20 +120,14 @@ def export(
     )
     template = read_chat_template(folder)
     files["tokenizer.json"] = tokenizer.data or (folder / "tokenizer.json").read_bytes()
-    if template:
-        files[chat_template.FILE] = template.to_bytes()
 
     def entry(name: str) -> FileEntry:
         return FileEntry(name, hashlib.sha256(files[name]).hexdigest())
 
-    template_entry = entry(chat_template.FILE) if template else None
-    assembly = replace(
-        assembly,
-        eos_token_ids=stops,
-        tokenizer=entry("tokenizer.json"),
-        chat_template=template_entry,
-        kv_cache_dtype=kv_cache_dtype,
-    )
+    assembly = replace(assembly, eos_token_ids=stops, tokenizer=entry("tokenizer.json"), kv_cache_dtype=kv_cache_dtype)
+    if template:
+        files[chat_template.FILE] = template.to_bytes()
+        assembly = replace(assembly, chat_template=entry(chat_template.FILE))
     _write(files, assembly, out)
     return out
 
@@ -181,7 +177,7 @@ def graphs_of(
     residual: str | None = None,
     head_bits: int | None = None,
 ) -> tuple[dict[str, bytes], Assembly]:
-    """Return the graph files of a model in a precision by name, and the assembly without tokenizer and stop ids.
+    """Return {name: graph file} of a model in a precision, and the assembly without tokenizer and stop ids.
 
     folder: of a checkpoint, whose tensors are checked against the model; the result does not depend on it. quantized:
     what the checkpoint has already quantised.
@@ -197,6 +193,7 @@ def graphs_of(
     if residual is not None and precision != "fp16":
         raise InputError(f"residual: expected none in {precision}, found {residual}; it is for fp16")
     files, assembly = assemble(meta, config, base, tensor_parallel=tensor_parallel, residual=residual)
+    # Before adapters and quantised weights, which transformers' model does not have.
     check_parity(config, meta, files, assembly, assemble)
     if adapters:
         files, assembly = with_adapters(files, assembly, adapters, linear_layers(meta))
@@ -213,14 +210,15 @@ def assemble(
     traced: TracedModel | None = None,
     residual: str | None = None,
 ) -> tuple[dict[str, bytes], Assembly]:
-    """Return all graph files by name, and the assembly without tokenizer and end-of-sequence ids."""
+    """Return {name: graph file}, and the assembly without tokenizer and end-of-sequence ids."""
     traced = traced or trace_unique_layers(meta, residual is not None)
     classes = _Registry()
     mixers = _Mixers()
     layers = []
     blocks = []
     for index, layer in enumerate(traced.layers):
-        block = BoundBlock(classes.add(layer.block, "entry" if index == 0 else "middle"), layer.block_slots)
+        label = "entry" if index == 0 else "middle"
+        block = BoundBlock(classes.add(layer.block, label), layer.block_slots)
         variant = mixers.add(layer.batchless)
         exits = [BoundBlock(classes.add(graph, "exit"), slots) for graph, slots in layer.exits]
         layers.append(Layer(block, variant, exits[0] if exits else None, tuple(exits[1:])))
@@ -287,7 +285,7 @@ def _shard(
 
     Raises InputError for a model that cannot be split over that number of ranks.
     """
-    batchless = {name: mixers.attention_of(name) for name in dict.fromkeys(layer.variant for layer in layers)}
+    batchless = {layer.variant: mixers.attention_of(layer.variant) for layer in layers}
     if any(graph.sinks for graph in batchless.values()):
         raise InputError("tensor_parallel: this model cannot be split: its attention has sinks; use one rank")
     pieces = _Registry()
@@ -307,7 +305,7 @@ def _shard(
             entries.append(ShardEntry(pieces.add(piece.graph, f"{name}.{number}"), piece.sums))
         entry = ShardedClass(tuple(entries), shards.values, shards.weights, shards.first_rank_slots)
         if sharded.setdefault(name, entry) != entry:
-            raise InputError(f"tensor_parallel: the block {name} stands between attentions of different heads")
+            raise InputError(f"tensor_parallel: the block {name} is between attentions with different heads")
     files = {f"{name}.onnx": graph.data for name, graph in pieces.graphs.items()}
     rank_variants = {}
     for name, batchless_graph in batchless.items():

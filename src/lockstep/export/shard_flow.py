@@ -52,7 +52,11 @@ class Sharding:
 
 @dataclass(frozen=True)
 class _Product:
-    """A product value x weight: the axes that its sum runs over, and the axis of result and weight that is the same."""
+    """A product value x weight.
+
+    value_axis, weight_axis: those that its sum runs over. result_axis, weight_result_axis: the axis of the result that
+    is one of the weight's.
+    """
 
     value: ir.Value
     value_axis: int
@@ -112,8 +116,8 @@ class ShardingFinder:
             settings = [attribute(node, name, default) for name, default in (("transA", 0), ("alpha", 1), ("beta", 1))]
             if settings != [0, 1, 1]:
                 return None
-            inner, outer = (1, 0) if attribute(node, "transB", 0) else (0, 1)
-            return _Product(required(node.inputs[0]), 1, required(node.inputs[1]), inner, 1, outer)
+            inner = int(bool(attribute(node, "transB", 0)))
+            return _Product(required(node.inputs[0]), 1, required(node.inputs[1]), inner, 1, 1 - inner)
         if node.op_type == "MatMul":
             lhs, rhs = map(required, node.inputs)
             rank = len(shape_of(node.outputs[0]))
@@ -139,7 +143,9 @@ class ShardingFinder:
         for node in self.graph:
             linked: list[ir.Value] = []
             if node.outputs[0] not in self.products and node.outputs[0] not in self.stacks:
-                operands = node.inputs[:1] if node.op_type in ("Gather", "GatherND") else node.inputs
+                operands = node.inputs
+                if node.op_type in ("Gather", "GatherND"):  # indices are no parts of what they select
+                    operands = node.inputs[:1]
                 for operand in operands:
                     if operand is not None and self._is_value(operand) and _is_worth_splitting(operand, node):
                         linked.append(operand)
@@ -257,8 +263,10 @@ class ShardingFinder:
 
     def _input_shard(self, value: ir.Value, members: set[ir.Value]) -> ShardIndices | None:
         """Return the shards of a split input that a product reads, directly or as gathered rows."""
-        gather = maker(value, "Gather")
-        for source in (value, value if gather is None else gather.inputs[0]):
+        sources = [value]
+        if (gather := maker(value, "Gather")) is not None:
+            sources.append(required(gather.inputs[0]))
+        for source in sources:
             if source in self.input_shards and source in members:
                 return self.input_shards[source]
         return None
@@ -304,7 +312,9 @@ class ShardingFinder:
             sharding.reduced += [value for value in node.outputs if value in reduced & partial]
             is_product = node.outputs[0] in row_products
             if node.outputs[0] in partial and (is_product or node.op_type == "Add"):
-                addends = node.inputs[2:] if is_product else node.inputs
+                addends = node.inputs
+                if is_product:
+                    addends = node.inputs[2:]  # the bias
                 sharding.first_rank_slots.update(self.slots.intersection(map(required, addends)))
 
     def _keeps_partial(self, node: ir.Node, partial: Collection[ir.Value]) -> bool:

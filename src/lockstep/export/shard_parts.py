@@ -33,7 +33,9 @@ class ShardIndices:
 
     @classmethod
     def from_shard(cls, shard: Shard) -> ShardIndices:
-        ranks = [np.concatenate([np.arange(*bounds) for bounds in rank]) for rank in shard.ranges]
+        ranks = []
+        for ranges in shard.ranges:
+            ranks.append(np.concatenate([np.arange(*bounds) for bounds in ranges]))
         return cls(shard.axis, np.stack(ranks))
 
     @property
@@ -101,10 +103,11 @@ _NUM_TOKENS = 3  # the size of dimensions without a fixed one
 def reshape_shards(before: Sequence[Dim], after: Sequence[Dim], shard: ShardIndices) -> ShardIndices:
     """Return the shards of a value after a reshape from `before` to `after`.
 
-    Found by reshaping the numbers of elements. Raises SplitError where they are no shards along one axis.
+    Found by reshaping the numbers of elements: an axis fits if each rank's elements are all those at some indices of
+    it. Raises SplitError where no axis does.
     """
-    old_shape = [size if isinstance(size, int) else _NUM_TOKENS for size in before]
-    new_shape = [size if isinstance(size, int) else _NUM_TOKENS for size in after]
+    old_shape = _sizes(before)
+    new_shape = _sizes(after)
     count = math.prod(old_shape)
     if count == math.prod(new_shape):
         old_numbers = np.arange(count).reshape(old_shape)
@@ -120,6 +123,11 @@ def reshape_shards(before: Sequence[Dim], after: Sequence[Dim], shard: ShardIndi
             if all(map(np.array_equal, selected, elements)):
                 return ShardIndices(axis, np.stack(indices_of_ranks))
     raise SplitError(f"a reshape of {list(before)} to {list(after)} does not keep the ranks' parts together")
+
+
+def _sizes(shape: Sequence[Dim]) -> list[int]:
+    """Return a shape with a number for the dimension of the tokens."""
+    return [size if isinstance(size, int) else _NUM_TOKENS for size in shape]
 
 
 def _unique_in_order(values: np.ndarray) -> np.ndarray:
@@ -149,14 +157,17 @@ class ShardRules:
                 return [(value, shard.with_offset(begin))]
         if node.op_type == "Concat" and operator.axis(0) == shard.axis:
             return self._before_concat(node, shard)
-        axes = axes_of_inputs(operator, shard.axis) if node.op_type in _SPLIT else None
+        axes = None
+        if node.op_type in _SPLIT:
+            axes = axes_of_inputs(operator, shard.axis)
         if axes is None:
             raise SplitError(f"{node.op_type} is not known to be split")
         shards = []
         for operand, axis in zip(node.inputs, axes, strict=True):
             if operand is None or axis is None:
                 continue
-            if _is_broadcast(node, operand, axis) or _is_constant(operand, axis, shard):
+            is_broadcast = node.op_type in ELEMENTWISE and len(node.inputs) > 1 and shape_of(operand)[axis] == 1
+            if is_broadcast or _is_constant(operand, axis, shard):
                 continue
             shards.append((operand, shard.on_axis(axis)))
         if node.op_type not in ELEMENTWISE | {"Concat"} and [operand for operand, _ in shards] != [value]:
@@ -178,7 +189,9 @@ class ShardRules:
                 continue
             if steps and steps[0][number] != 1:
                 raise SplitError("every other number of what would be split is taken")
-            return start if start >= 0 else start + self.size(value, shard_axis)
+            if start < 0:
+                start += self.size(value, shard_axis)
+            return start
         return None
 
     def _before_split(self, node: ir.Node, output_shards: Mapping[ir.Value, ShardIndices], axis: int) -> ShardIndices:
@@ -188,7 +201,9 @@ class ShardRules:
             if output not in output_shards:
                 raise SplitError(f"{output.name} is not read")
             shard = output_shards[output]
-            shards.append(shard.with_offset(offset) if shard.axis == axis else shard)
+            if shard.axis == axis:
+                shard = shard.with_offset(offset)
+            shards.append(shard)
             offset += self.size(output, axis)
         return merge_shards(required(node.inputs[0]), shards)
 
@@ -201,15 +216,11 @@ class ShardRules:
             is_inside = (shard.indices >= offset) & (shard.indices < offset + size)
             counts = is_inside.sum(axis=1)
             if counts.min() != counts.max() or not counts.min():
-                raise SplitError("ranks hold different numbers of what is joined")
+                raise SplitError("ranks hold different numbers of the values that are joined")
             indices = shard.indices[is_inside].reshape(self.ranks, -1) - offset
             shards.append((value, ShardIndices(shard.axis, indices)))
             offset += size
         return shards
-
-
-def _is_broadcast(node: ir.Node, value: ir.Value, axis: int) -> bool:
-    return node.op_type in ELEMENTWISE and len(node.inputs) > 1 and shape_of(value)[axis] == 1
 
 
 def _is_constant(value: ir.Value, axis: int, shard: ShardIndices) -> bool:

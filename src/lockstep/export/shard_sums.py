@@ -22,40 +22,39 @@ class JoinSums(Pass):
 
     def call(self, model: ir.Model) -> PassResult:
         graph = model.graph
-        additions = {
-            node.outputs[0]: node
-            for node in graph
-            if node.op_type == "Add" and node.outputs[0] not in self._sharding.partial
-        }
+        partial_sums = self._sharding.partial  # their additions are before an all-reduce already
+        additions = {node.outputs[0]: node for node in graph if node.op_type == "Add"}
+        additions = {value: node for value, node in additions.items() if value not in partial_sums}
         inner_sums: set[ir.Value] = set()  # additions whose sum only another addition reads
         for addition in additions.values():
-            inner_sums.update(value for value in map(required, addition.inputs) if _is_inner(value, additions))
+            operands = map(required, addition.inputs)
+            inner_sums.update(value for value in operands if value in additions and _is_read_once(value))
 
         def addends(value: ir.Value) -> list[ir.Value]:
-            """Return what a chain of additions adds, from the left."""
+            """Return the values that a chain of additions adds, from the left."""
             values: list[ir.Value] = []
             for operand in map(required, additions[value].inputs):
-                values += addends(operand) if operand in inner_sums else [operand]
+                if operand in inner_sums:
+                    values += addends(operand)
+                else:
+                    values.append(operand)
             return values
 
         is_joined = False
         for value, addition in additions.items():
             if value in inner_sums:
                 continue
-            operands = addends(value)
-            partial = [operand for operand in operands if operand in self._sharding.reduced and _is_read_once(operand)]
+            chain = addends(value)
+            partial = [addend for addend in chain if addend in self._sharding.reduced and _is_read_once(addend)]
             if len(partial) > 1:
-                first, *others = partial + [operand for operand in operands if operand not in partial]
+                # Partial sums first: their sum is a partial sum too, and one all-reduce is left.
+                total, *addends_left = partial + [addend for addend in chain if addend not in partial]
                 writer = GraphWriter(graph, before=addition)
-                for operand in others[:-1]:
-                    first = writer.op("Add", first, operand)
-                writer.op("Add", first, others[-1], replaces=value)
+                for addend in addends_left[:-1]:
+                    total = writer.op("Add", total, addend)
+                writer.op("Add", total, addends_left[-1], replaces=value)
                 is_joined = True
         return PassResult(model, is_joined)
-
-
-def _is_inner(value: ir.Value, additions: dict[ir.Value, ir.Node]) -> bool:
-    return value in additions and _is_read_once(value)
 
 
 def _is_read_once(value: ir.Value) -> bool:

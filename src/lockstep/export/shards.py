@@ -6,6 +6,7 @@ for every rank, and the shard of each weight that a rank takes. `shard_flow` dec
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +28,7 @@ from lockstep.onnx_tools.values import array_of, attribute, number, required, sh
 
 @dataclass(frozen=True)
 class ShardGraph:
-    """A graph that each rank runs between two all-reduces; sums: {its partial sum: the sum's name in later pieces}."""
+    """A graph that each rank runs between two all-reduces; sums: {its partial sum: the name of the all-reduced one}."""
 
     graph: Graph
     sums: Mapping[str, str]
@@ -137,13 +138,15 @@ class _PieceCutter:
         return "num_tokens"
 
     def pieces(self) -> list[ShardGraph]:
-        """Return the pieces; what depends on positions alone is computed wherever it is read."""
+        """Return the pieces; values that depend on positions alone are computed wherever they are read."""
         graph = self.graph
         free = {value for value in graph.inputs if value.name in ("position_ids", "logit_rows")}
         free_nodes: dict[ir.Value, ir.Node] = {}
         sums = {}
-        for place, value in enumerate(self.sharding.reduced, 1):
-            sums[value] = str(value.name) if value.is_graph_output() else f"sum_{place}"
+        for index, value in enumerate(self.sharding.reduced, 1):
+            sums[value] = f"sum_{index}"
+            if value.is_graph_output():
+                sums[value] = str(value.name)
         # The piece of a value is the number of all-reduces before it.
         piece_of = dict.fromkeys(graph.inputs, 0)
         nodes_of: list[list[ir.Node]] = [[]]
@@ -167,7 +170,6 @@ class _PieceCutter:
         return [self._piece(nodes, sums, carried) for nodes in nodes_of]
 
     def _with_free_nodes(self, nodes: list[ir.Node], free_nodes: Mapping[ir.Value, ir.Node]) -> list[ir.Node]:
-        """Return `nodes` after those of `free_nodes` that they need."""
         needed = upstream(value for value in _reads_of(nodes) if value in free_nodes)
         added = [node for node in dict.fromkeys(free_nodes.values()) if not needed.isdisjoint(node.outputs)]
         return added + nodes
@@ -176,7 +178,7 @@ class _PieceCutter:
         self, nodes: Sequence[ir.Node], sums: Mapping[ir.Value, str], carried: Mapping[ir.Value, str]
     ) -> ShardGraph:
         """Return one piece; sums, carried: {value: its name between pieces} of all-reduced and of other values."""
-        results = {value for node in nodes for value in node.outputs}
+        results = set(itertools.chain.from_iterable(node.outputs for node in nodes))
         inputs = [value for value in _reads_of(nodes) if value not in results]
         names = {value: sums.get(value) or carried.get(value) or str(value.name) for value in inputs}
         partial = {value: f"partial_{index}" for index, value in enumerate(sums, 1) if value in results}
@@ -221,8 +223,10 @@ class _PieceCutter:
         return graph
 
     def _shape(self, value: ir.Value) -> ir.Shape:
-        """Return the shape that a rank has of a value that enters or leaves a piece."""
-        shape: list[int | str | None] = [size if isinstance(size, int) else size.value for size in shape_of(value)]
+        """Return a rank's shape of a value that enters or leaves a piece."""
+        shape: list[int | str | None] = []
+        for size in shape_of(value):
+            shape.append(size if isinstance(size, int) else size.value)
         if not value.is_graph_input() and not value.is_graph_output() and not isinstance(shape[0], int):
             shape[0] = self._tokens_dim
         indices = self.sharding.weights.get(value) or self.sharding.values.get(value)
@@ -233,7 +237,7 @@ class _PieceCutter:
         return ir.Shape(shape)
 
     def _local_constants(self, node: ir.Node) -> dict[int, np.ndarray]:
-        """Return the constants that have a rank's sizes instead of the whole ones, by their position in the inputs."""
+        """Return {position in the inputs: constant with a rank's sizes} of a node: shapes, sizes, biases."""
         shards = {value: self.sharding.values[value] for value in node.outputs if value in self.sharding.values}
         if not shards:
             return {}
@@ -276,8 +280,8 @@ class _PieceCutter:
             begins = set()
             for source_of_rank, sliced_of_rank in zip(source.indices, sliced, strict=True):
                 begins.add(int(np.flatnonzero(source_of_rank == sliced_of_rank[0])[0]))
-            begin = begins.pop()
             # All ranks run the same graph, so one start must fit them all.
+            begin = begins.pop()
             if begins or not np.array_equal(source.indices[:, begin : begin + shard.count], sliced):
                 raise SplitError(f"a slice takes other places of {sliced_value.name} at other ranks")
             starts[position] = begin

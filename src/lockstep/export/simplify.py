@@ -28,6 +28,7 @@ _AXES_INPUTS = {"Slice": 3, **dict.fromkeys(REDUCTIONS, 1)}
 def pack(model: ir.Model) -> ir.Model:
     """Return a new model without leading ones and idle movement, with the same input and output names."""
     packed = ir.Model(_Packer(model.graph).run(), ir_version=model.ir_version)
+    # Movement first: values that differed by it alone are then equal nodes, which the next pass merges.
     merge_movement(packed.graph)
     passes.CommonSubexpressionEliminationPass()(packed)
     passes.RemoveUnusedNodesPass()(packed)
@@ -107,7 +108,9 @@ class _Packer:
         return self.nodes[-1].outputs[0]
 
     def _keep(self, node: ir.Node) -> None:
-        inputs = [None if value is None else self._full(value) for value in node.inputs]
+        inputs: list[ir.Value | None] = []
+        for value in node.inputs:
+            inputs.append(None if value is None else self._full(value))
         new = ir.Node(
             node.domain,
             node.op_type,
@@ -117,11 +120,11 @@ class _Packer:
             num_outputs=len(node.outputs),
         )
         self.nodes.append(new)
-        for old, value in zip(node.outputs, new.outputs, strict=True):
-            value.shape = old.shape
-            value.type = old.type
-            value.name = old.name
-            self.full[old] = value
+        for old, output in zip(node.outputs, new.outputs, strict=True):
+            output.shape = old.shape
+            output.type = old.type
+            output.name = old.name
+            self.full[old] = output
 
     # --- the rules ---
 
@@ -193,7 +196,7 @@ class _Packer:
         out = node.outputs[0]
         axis = axis_of(node, 0) % len(shape_of(data))
         index = array_of(node.inputs[1])
-        if axis == 0 and index is not None and index.ndim == 0 and index == 0:  # x[0]
+        if axis == 0 and index is not None and index.ndim == 0 and index == 0:  # x[0] is the short form of x
             self.full[out] = self._short(data)
             return True
         if axis == 0 or not self._has_leading_one(out):
@@ -208,7 +211,10 @@ class _Packer:
         data = required(node.inputs[0])
         out = node.outputs[0]
         axes = sorted(int(axis) % len(shape_of(out)) for axis in numbers)
-        short = self._full(data) if 0 in axes else self._short(data)
+        if 0 in axes:  # the new axis is the leading 1
+            short = self._full(data)
+        else:
+            short = self._short(data)
         short_axes = [axis - 1 for axis in axes if axis != 0]
         if short_axes:
             short = self._emit("Unsqueeze", [short, self._const(short_axes)], shape_of(out)[1:], out.dtype)
@@ -222,7 +228,10 @@ class _Packer:
         target = array_of(node.inputs[1])
         if target is None or not (self._has_leading_one(data) or self._has_leading_one(out)):
             return False
-        source = self._short(data) if self._has_leading_one(data) else self._full(data)
+        if self._has_leading_one(data):
+            source = self._short(data)
+        else:
+            source = self._full(data)
         if self._has_leading_one(out):
             store = self.short
             shape = list(shape_of(out)[1:])
@@ -232,10 +241,10 @@ class _Packer:
         if same_shape(shape_of(source), shape):
             store[out] = source
             return True
-        static = [dim if isinstance(dim, int) else -1 for dim in shape]
-        if static.count(-1) > 1:
+        numbers = [dim if isinstance(dim, int) else -1 for dim in shape]
+        if numbers.count(-1) > 1:
             return False
-        store[out] = self._emit("Reshape", [source, self._const(static)], shape, out.dtype)
+        store[out] = self._emit("Reshape", [source, self._const(numbers)], shape, out.dtype)
         return True
 
 

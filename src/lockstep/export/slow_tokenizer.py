@@ -39,7 +39,9 @@ def make_tokenizer(folder: Path) -> Path:
     if present(out):
         raise InputError(f"{out}: expected none, found one; use it as it is")
     settings_file = folder / SETTINGS_FILE
-    settings = read_source_json(settings_file) if present(settings_file) else {}
+    settings = {}
+    if present(settings_file):
+        settings = read_source_json(settings_file)
     if present(folder / SENTENCEPIECE_FILE):
         tokenizer, special_tokens = _load_sentencepiece(folder / SENTENCEPIECE_FILE)
     elif present(folder / TEKKEN_FILE):
@@ -64,7 +66,7 @@ def _load_sentencepiece(path: Path) -> tuple[Tokenizer, dict[str, str | None]]:
     normalizer = model.normalizer_spec
     has_bytes = any(piece.type == _PieceType.BYTE for piece in pieces)
     if trainer.model_type != _proto.TrainerSpec.ModelType.BPE or not has_bytes:
-        _refuse(path, "a SentencePiece model of pairs with bytes for what they lack", "another")
+        _refuse(path, "a SentencePiece BPE model with tokens for bytes", "another")
     if normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces:
         _refuse(path, "a SentencePiece model that takes a text as it is", "one that rewrites it")
     tokens = [piece.piece for piece in pieces]
@@ -85,8 +87,9 @@ def _load_tekken(path: Path) -> tuple[Tokenizer, dict[str, str | None]]:
         tokenizer = MistralConverter(str(path)).converted()
     except (ImportError, KeyError, TypeError, ValueError):  # an older file, whose special tokens are only in code
         _refuse(path, "config, and vocab with rank and token_bytes, and special_tokens", "another file")
-    vocabulary = tokenizer.get_vocab()
-    return tokenizer, {name: token if token in vocabulary else None for name, token in _TEKKEN_TOKENS.items()}
+    special_tokens: dict[str, str | None] = dict.fromkeys(_TEKKEN_TOKENS)
+    special_tokens |= {name: token for name, token in _TEKKEN_TOKENS.items() if token in tokenizer.get_vocab()}
+    return tokenizer, special_tokens
 
 
 _TEKKEN_TOKENS = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}

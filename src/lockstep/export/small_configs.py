@@ -100,8 +100,8 @@ class _Section:
                     self.set(key, _vocabulary(value))
                 elif _WINDOWS.search(key) and key != "max_window_layers" and value > 0:
                     self.set(key, min(value, WINDOW))
-            if key.endswith(("token_id", "token_ids")):
-                self.set(key, _map_numbers(value, lambda number: number % vocabulary if number >= 0 else number))
+            if key.endswith(("token_id", "token_ids")):  # a negative id, which means none, stays
+                self.set(key, _map_numbers(value, lambda number: min(number, number % vocabulary)))
             if inner and _INNER.search(key):
                 self.set(key, _map_numbers(value, lambda number: min(number, _INTERMEDIATE)))
         if experts:
@@ -151,7 +151,8 @@ class _Section:
         size, remainder = divmod(hidden * small, heads)
         if remainder and not self.get("head_dim"):
             return
-        size = max(size - size % 8, 32) if self.get("head_dim") else size
+        if self.get("head_dim"):
+            size = max(size - size % 8, 32)
         self.set("num_attention_heads", small)
         for key in _KV_HEAD_KEYS:
             if self.get(key):
@@ -180,7 +181,9 @@ class _Section:
 
 
 def _vocabulary(size: int) -> int:
-    return size if size <= _SMALL_VOCABULARY else _VOCABULARY
+    if size <= _SMALL_VOCABULARY:
+        return size
+    return _VOCABULARY
 
 
 def _map_numbers(value: Any, change: Callable[[int], int]) -> Any:

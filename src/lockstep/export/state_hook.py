@@ -92,7 +92,6 @@ def _l2_norm(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _delta_rule(original: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[torch.Tensor, None]:
-    """Replace `torch_chunk_gated_delta_rule`."""
     bound = bound_arguments(original, arguments, options)
     return delta_inputs(**bound).marker("DeltaRule").to(bound["value"].dtype)[None], None
 
@@ -114,19 +113,21 @@ def scan_inputs(
         dt = dt + dt_bias.to(dt.dtype)
     if dt_softplus:
         dt = torch.nn.functional.softplus(dt)
+    low, high = dt_limit
     # TensorRT's parser refuses a Clip with an infinite limit.
-    step = torch.clamp(dt, min=dt_limit[0], max=None if isinf(dt_limit[1]) else dt_limit[1])[0].float()
+    step = torch.clamp(dt, low, None if isinf(high) else high)[0].float()
     value = hidden_states[0].float() * step[..., None]
     return Recurrent(C[0].float(), B[0].float(), value, A.float() * step, None)
 
 
 def _scan(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Replace `mamba2_chunk_scan`."""
     bound = bound_arguments(original, arguments, options)
     output = scan_inputs(**bound).marker("LinearAttention")[None]
     if bound.get("D") is not None:
         output = output + bound["D"][..., None] * bound["hidden_states"].float()
-    return (output, None) if bound.get("return_final_states") else output
+    if bound.get("return_final_states"):
+        return output, None
+    return output
 
 
 def bound_arguments(

@@ -77,7 +77,9 @@ class Recurrence:
 
     @property
     def name(self) -> str:
-        return "delta_rule" if "beta" in self.sizes_by_name else "linear_attention"
+        if "beta" in self.sizes_by_name:
+            return "delta_rule"
+        return "linear_attention"
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -168,6 +170,7 @@ class Recurrence:
         values = self.value_dim
         shapes = [(_SPAN, values), (_SPAN, keys), (_SPAN, _SPAN), (keys, _SPAN), (1, 1), (_SPAN, keys)]
         body = Builder.of_body((*heads, keys, values), [(*heads, *shape) for shape in shapes[: len(inputs)]])
+        # A span's output is what its queries read of the state before it, and of the values of the span up to them.
         # Names within the body are not canonicalised: the order of its operators is part of a graph's digest.
         new, query, attention, key, decay, *delta_key = body.inputs.values()
         if delta_key:
@@ -263,7 +266,9 @@ class Builder(GraphWriter):
         return value
 
     def cast(self, value: ir.Value, dtype: ir.DataType) -> ir.Value:
-        return value if dtype == ir.DataType.FLOAT else self.op("Cast", value, to=dtype)
+        if dtype == ir.DataType.FLOAT:
+            return value
+        return self.op("Cast", value, to=dtype)
 
     def finish(self, name: str, output: ir.Value, state: ir.Value | None) -> Graph:
         size, dtype = self.mixer.output

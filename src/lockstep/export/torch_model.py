@@ -62,8 +62,8 @@ def eager_attention(module: torch.nn.Module) -> Callable[..., tuple[torch.Tensor
     attention = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if attention is None:
         raise InputError(
-            f"{type(module).__name__}: expected eager_attention_forward beside it to compare with, found none; this "
-            "model cannot be checked"
+            f"{type(module).__name__}: expected eager_attention_forward in its module to compare with, found none; "
+            "this model cannot be checked"
         )
     return attention
 
@@ -127,13 +127,17 @@ class TokensBefore(DynamicCache):
     ) -> torch.Tensor:
         is_first = self.get_conv_state(layer_idx, state_idx) is None
         rows = super().update_conv_state(conv_states, layer_idx, state_idx, **options)
-        return conv_states if is_first else rows  # without the padding of a short prompt
+        if is_first:  # `rows` has the padding of a short prompt
+            return conv_states
+        return rows
 
 
 def layer_of(name: str) -> int:
     """Return the layer of a checkpoint tensor, the first number in its name; -1 outside the layers."""
     match = re.search(r"\.(\d+)\.", name)
-    return int(match[1]) if match else -1
+    if match is None:
+        return -1
+    return int(match[1])
 
 
 def is_within(name: str, layers: int | str) -> bool:
@@ -143,10 +147,11 @@ def is_within(name: str, layers: int | str) -> bool:
 
 def float32_tensor(array: np.ndarray) -> torch.Tensor:
     """Return a float32 tensor, over the array's own memory if possible; integers keep their type."""
-    is_float = array.dtype.kind == "f" or array.dtype.name == "bfloat16"
+    if array.dtype.kind == "f" or array.dtype.name == "bfloat16":
+        array = array.astype(np.float32, copy=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "not writable": nothing writes to it
-        return torch.from_numpy(array.astype(np.float32, copy=False) if is_float else array)
+        return torch.from_numpy(array)
 
 
 @torch.no_grad()
@@ -160,7 +165,8 @@ def draw_weights(model: PreTrainedModel, generator: torch.Generator, gain: float
             elif name.endswith("_log"):
                 tensor.copy_(noise + LOG_DECAY)
             else:
-                tensor.copy_(gain * (0.2 * noise + (0.0 if "bias" in name else 1.0)))
+                mean = 0.0 if "bias" in name else 1.0
+                tensor.copy_(gain * (0.2 * noise + mean))
 
 
 def load_folder(folder: Path, config: transformers.PreTrainedConfig) -> PreTrainedModel:

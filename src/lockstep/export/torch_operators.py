@@ -33,7 +33,9 @@ def _to_gemm(x, weight, bias=None):  # type: ignore[no-untyped-def]  # as above
     out_features, in_features = weight.shape
     if len(x.shape) == 2:
         return _gemm(x, weight, bias)
-    leading_dims = [1, -1] if len(x.shape) == 3 else [0] * (len(x.shape) - 1)
+    leading_dims = [0] * (len(x.shape) - 1)  # 0 copies the input's dimension
+    if len(x.shape) == 3:  # [1, num_tokens, in_features]
+        leading_dims = [1, -1]
     rows = opset20.Reshape(x, _ints(-1, int(in_features)))
     rows = _gemm(rows, weight, bias)
     return opset20.Reshape(rows, _ints(*leading_dims, int(out_features)))
@@ -64,24 +66,29 @@ def to_concat(x, src, dim=0, start=None, end=None, step=1):  # type: ignore[no-u
     if first:
         # If the scatter before this one wrote exactly the part before, take its source instead of slicing.
         before = x.producer()
-        written = before.inputs[0] if before is not None and before.op_type == "Concat" else x
+        written = x
+        if before is not None and before.op_type == "Concat":
+            written = before.inputs[0]
         if written.shape is None or written.shape[dim] != first:
             written = opset20.Slice(x, _ints(0), _ints(first), _ints(dim))
         parts.insert(0, written)
     if last < size:
         parts.append(opset20.Slice(x, _ints(last), _ints(size), _ints(dim)))
-    return opset20.Concat(*parts, axis=dim) if len(parts) > 1 else opset20.Identity(src)
+    if len(parts) == 1:
+        return opset20.Identity(src)
+    return opset20.Concat(*parts, axis=dim)
 
 
 @torch_op("aten::unsqueeze", complex=True, trace_only=True)
 def _complex_unsqueeze(x, dim: int):  # type: ignore[no-untyped-def]  # as above
     """Translate Unsqueeze of a complex tensor, which is stored as pairs of real numbers in an extra last dimension."""
-    return opset20.Unsqueeze(x, _ints(dim if dim >= 0 else dim - 1))
+    if dim < 0:
+        dim -= 1
+    return opset20.Unsqueeze(x, _ints(dim))
 
 
 @functools.cache
 def torch_operators() -> ONNXRegistry:
-    """Return the translation table."""
     registry = ONNXRegistry.from_torchlib(OPSET)
     registry.register_op(torch.ops.aten.linear.default, _to_gemm)
     registry.register_op(torch.ops.aten.softplus.default, _to_atanh)

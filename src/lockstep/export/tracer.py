@@ -5,8 +5,8 @@ In: a model's config.json as a mapping and a dtype. Out: an ONNX graph (onnx_ir)
 "lockstep" and each weight is an initializer without a value, named as in the checkpoint.
 
 Method: parameters are fake tensors (shape and dtype only); attention is replaced through transformers'
-`AttentionInterface`, recurrent functions by name, so no model needs custom code; `aten.linear` becomes
-`Gemm(transB=1)`, which reads weights in checkpoint layout.
+`AttentionInterface`, and recurrent functions in the modules that call them, so no model needs custom code;
+`aten.linear` becomes `Gemm(transB=1)`, which reads weights in checkpoint layout.
 """
 
 from __future__ import annotations
@@ -135,7 +135,9 @@ def _compute_buffers(model: PreTrainedModel, model_type: str) -> None:
                 model._init_weights(module)
         except AttributeError as error:  # a composite class expects its language model's settings in its own config
             reason = known_reason(model)
-            raise InputError(f"{cannot}{reason}" if reason else f"{refusal}: {error}") from error
+            if reason is None:
+                raise InputError(f"{refusal}: {error}") from error
+            raise InputError(cannot + reason) from error
     for module in computed:
         if unset_buffers(module):
             raise InputError(f"{refusal} {unset_buffers(module)}")
@@ -255,7 +257,9 @@ def trace(meta: PreTrainedModel, indices: Sequence[int]) -> Trace:
     reason_not_to_split = known_reason(model)
     # Layers without a mixer are fine (Nemotron-H), unless the model is known to hide one.
     if not is_ordered or indices[0] not in mixing or (mixing != list(indices) and reason_not_to_split):
-        call = f"calls it for layers {calls}" if calls else "computes attention in its own code"
+        call = "computes attention in its own code"
+        if calls:
+            call = f"calls it for layers {calls}"
         reason = reason_not_to_split or (
             f"it {call}; expected one attention for each layer, the first at least, through transformers' attention "
             f"interface, in the order of the layers ({list(indices)})"
@@ -274,8 +278,8 @@ def _export(module: _Packed, inputs: dict[str, torch.Tensor], outputs: Sequence[
     dim = torch.export.Dim("num_tokens", min=1, max=1 << 20)
     try:
         with quiet(), torch.no_grad(), collector.paused(), unpacked():
-            # The first of the ways that torch.onnx.export(dynamo=True) tries; the others take long, and fail with
-            # reasons of their own.
+            # The first of the ways that torch.onnx.export(dynamo=True) tries; the others take long, and their errors
+            # would hide the reason of this one.
             capture = TorchExportNonStrictStrategy()
             dynamic_shapes = {name: {0: dim} for name in inputs}
             captured = capture(module.eval(), tuple(inputs.values()), {}, dynamic_shapes)
@@ -304,8 +308,10 @@ def _export(module: _Packed, inputs: dict[str, torch.Tensor], outputs: Sequence[
     except Exception as error:  # any error of a model's code under trace is the reason why it is rejected
         model_under_trace = module.model_under_trace
         reason = known_reason(model_under_trace)
-        if reason is None:
-            reason = str(error) if isinstance(error, InputError) else f"tracing it fails: {root_cause(error)}"
+        if reason is None and isinstance(error, InputError):
+            reason = str(error)
+        elif reason is None:
+            reason = f"tracing it fails: {root_cause(error)}"
         raise InputError(f"model type {model_under_trace.config.model_type!r} cannot be split: {reason}") from error
     return model
 
@@ -314,6 +320,7 @@ def _name_weights(model: ir.Model, state: set[str], ties: Mapping[str, str]) -> 
     """Give weights, which unlike computed buffers are in the state dict, their checkpoint names; return these."""
     weights = set()
     initializers = model.graph.initializers
+    # A tied weight has the name under which the checkpoint stores it, unless both are read.
     for value in list(initializers.values()):
         assert value.name is not None  # it is registered by name
         name = value.name.removeprefix(_WEIGHT_PREFIX)

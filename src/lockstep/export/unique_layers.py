@@ -90,12 +90,13 @@ def trace_unique_layers(meta: PreTrainedModel, wide_residual: bool = False) -> T
             layers[-1] = replace(layers[-1], exits=(*layers[-1].exits, exit))
             continue
         cut = layer_trace.cut
+        # A trace has this layer after the one before it; of the first two layers' trace the first is taken.
         traced_layer = max(cut.layers) if index else 0
         mixers = [number for number, layer in enumerate(cut.layers) if layer == traced_layer]
         for number in mixers:
             block = cut.blocks[number]
-            exits = (exit,) if number == mixers[-1] else ()
-            layers.append(Layer(block, bind_slots(block, index, prefix, layout), cut.batchless[number], exits))
+            exits = [exit] if number == mixers[-1] else []
+            layers.append(Layer(block, bind_slots(block, index, prefix, layout), cut.batchless[number], tuple(exits)))
     embedding = {slot.name: layout[slot.name] for slot in first.embedding.signature.slots}
     return TracedModel(tuple(layers), first.embedding, embedding)
 
@@ -144,10 +145,10 @@ def signatures(meta: PreTrainedModel) -> list[str]:
     """Return one text for each layer, equal for layers that trace alike: modules, shapes and plain settings."""
     _, layers = layer_list(meta)
     lists = per_layer_settings(meta.config.get_text_config(), len(layers))
-    return [
-        layer_signature(layer, {key: value[index] for key, value in lists.items()})
-        for index, layer in enumerate(layers)
-    ]
+    texts = []
+    for index, layer in enumerate(layers):
+        texts.append(layer_signature(layer, {key: value[index] for key, value in lists.items()}))
+    return texts
 
 
 def layer_signature(layer: torch.nn.Module, settings: Mapping[str, Any]) -> str:

@@ -84,7 +84,9 @@ def test_token_wise_graphs_pass(body):
 def test_mixed_tokens_are_named(body, named):
     with pytest.raises(InputError) as error:
         check(body)
-    assert f"outside attention its {named}" in str(error.value) and "requests beside it" in str(error.value)
+    assert f"outside attention its {named}" in str(error.value) and "the other requests of its steps" in str(
+        error.value
+    )
 
 
 LLAMA = {**FAMILIES["llama"].config, "num_hidden_layers": 1}
