@@ -40,19 +40,23 @@ class IdsAsMask(Pass):
             dtype = dtype_of(required(node.inputs[2]))
             if mask is None:
                 mask = add_input(graph, mask_name(rank), dtype, ["num_tokens", columns], before=ids)
-            tokens = required(required(required(equal.inputs[0]).producer()).inputs[0])  # or the rows of requests
             numbers = dtype.numpy()
-            largest = np.array(np.finfo(numbers).max if numbers.kind == "f" else 3e38, numbers)
+            largest = np.array(3e38, numbers)  # bfloat16, which NumPy's finfo does not know
+            if numbers.kind == "f":
+                largest = np.array(np.finfo(numbers).max, numbers)
             writer = GraphWriter(graph, f"{node.outputs[0].name}/finite", before=node)
             finite = writer.op("Clip", node.inputs[1], -largest, largest)
-            writer.op("Mul", finite, mask if tokens is ids else tokens, replaces=node.outputs[0])
+            source = required(required(required(equal.inputs[0]).producer()).inputs[0])
+            if source is ids:
+                source = mask  # else rows of it, which an exit gathers: their ids become the mask below
+            writer.op("Mul", finite, source, replaces=node.outputs[0])
         assert mask is not None  # as `export.lora` writes it
         ids.replace_all_uses_with(mask)
         return PassResult(model, True)
 
 
 def adapter_columns(equal: ir.Node) -> tuple[int, int]:
-    """Return the number of columns that an Equal assigns to adapters, and the rank: the columns of each adapter."""
+    """Return (columns of all adapters, columns of each: the rank), from the Equal that makes a mask."""
     owners = array_of(equal.inputs[1])
     assert owners is not None  # as `export.lora` writes it
     owners = owners.reshape(-1)

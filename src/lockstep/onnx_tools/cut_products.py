@@ -81,7 +81,10 @@ def cut_products(model: onnx.ModelProto) -> CutGraph:
 
 
 class _Cut:
-    """A graph that is being cut. Values are known by their names: each piece is a copy of the graph."""
+    """A graph that is being cut. Values are known by their names: each piece is a copy of the graph.
+
+    A value's level is the largest number of products on a path to it; values that depend on no activation have none.
+    """
 
     def __init__(self, model: ir.Model, products: Mapping[str, Product]):
         self._model = model
@@ -91,14 +94,16 @@ class _Cut:
         self._outputs = [str(value.name) for value in self._graph.outputs]
         self._values = _values(self._graph)
         self._level = {str(value.name): 0 for value in self._graph.inputs if not all(sizes_of(value))}
-        for node in self._graph:  # what depends on activations
+        for node in self._graph:
             product = products.get(str(node.outputs[0].name))
-            inputs = _names(node.inputs) if product is None else _activations(product)
+            inputs = _names(node.inputs)
+            if product is not None:
+                inputs = _activations(product)
             levels = [self._level[name] for name in inputs if name in self._level]
             if levels:
                 self._level.update(dict.fromkeys(_names(node.outputs), max(levels) + (product is not None)))
         self._types = self._inferred()
-        self._remade = self._remade_values()
+        self._recomputed = self._recomputed_values()
 
     def _all_activations(self) -> list[str]:
         names = []
@@ -106,25 +111,25 @@ class _Cut:
             names += _activations(product)
         return names
 
-    def _remade_values(self) -> set[str]:
-        """Return values that each step makes its own of: they cost nothing, or are exact before they are rounded.
+    def _recomputed_values(self) -> set[str]:
+        """Return values that each piece computes again where it reads them, instead of passing them between steps.
 
-        They are others in another shape, or follow from integers alone, such as angles of RoPE; around products of
-        experts also the gathers of their weights.
+        They are views of others, which cost nothing, or follow from integers alone, such as angles of RoPE, which would
+        be rounded between steps; around products of experts also the gathers of their weights.
         """
         views = [*_VIEWS]
         if any(product.experts for product in self._products.values()):
             views.append("GatherND")
         from_integers = {value for value in self._graph.inputs if value.dtype == ir.DataType.INT64}
-        remade = set[str]()
+        recomputed = set[str]()
         for node in self._graph:
             operands = [value for value in node.inputs if value is not None and not value.is_initializer()]
             if from_integers.issuperset(operands):
                 from_integers.update(node.outputs)
-                remade.update(_names(node.outputs))
+                recomputed.update(_names(node.outputs))
             elif node.op_type in views:
-                remade.add(str(node.outputs[0].name))
-        return remade.intersection(self._level) - {*self._outputs, *self._all_activations()}
+                recomputed.add(str(node.outputs[0].name))
+        return recomputed.intersection(self._level) - {*self._outputs, *self._all_activations()}
 
     def cut(self) -> CutGraph:
         pieces: list[onnx.ModelProto] = []
@@ -159,9 +164,9 @@ class _Cut:
             if between.isdisjoint(_names(node.outputs)) or name in self._products:
                 continue
             is_elsewhere = self._level.get(name, level) != level
-            if is_elsewhere or (name in self._remade and name in needed):
+            if is_elsewhere or (name in self._recomputed and name in needed):
                 needed += _names(node.inputs)
-        excluded = {*self._products, *self._inputs, *self._remade}
+        excluded = {*self._products, *self._inputs, *self._recomputed}
         return list(dict.fromkeys(name for name in needed if self._level.get(name) == level and name not in excluded))
 
     def _outputs_of_pieces(self, level: int) -> list[list[str]]:
@@ -174,18 +179,18 @@ class _Cut:
                 choices.update(_names(node.outputs))
         chosen = []
         for name in outputs:
-            if choices & (self._upstream([name], ends - self._remade) - ends):
+            if choices & (self._upstream([name], ends - self._recomputed) - ends):
                 chosen.append(name)
         independent = [name for name in outputs if name not in chosen]
         return [names for names in (chosen, independent) if names]
 
     def _ends(self, level: int) -> set[str]:
-        """Return inputs, products and the values of this level and those before it."""
+        """Return where a walk upstream from the next level ends: inputs, products, values up to `level`."""
         return {*self._inputs, *self._products, *(name for name, other in self._level.items() if other <= level)}
 
     def _piece(self, outputs: Sequence[str], level: int, number: int) -> onnx.ModelProto:
         """Return the graph of `outputs`; values that depend on no activation are computed in every piece."""
-        ends = self._ends(level - 1) - self._remade
+        ends = self._ends(level - 1) - self._recomputed
         read = self._upstream(outputs, ends) & ends
         piece = self._model.clone()
         graph = piece.graph
@@ -193,7 +198,7 @@ class _Cut:
         order = [*values]
         inputs = []
         for name in sorted(read, key=order.index):
-            if name not in self._inputs:
+            if name not in self._inputs:  # replace the value by an input of its name, which cuts off its maker
                 value = ir.Value(name=name)
                 values[name].replace_all_uses_with(value, replace_graph_outputs=True)
                 values[name] = value
@@ -225,8 +230,7 @@ class _Cut:
         dims = list[int | str]()
         value = self._types.get(name)
         if value is not None and value.shape is not None:
-            for size in value.shape:
-                dims.append(size if isinstance(size, int) else size.value or "?")
+            dims += [size if isinstance(size, int) else size.value or "?" for size in value.shape]
         rows = [axis for axis, size in enumerate(dims) if not isinstance(size, int)]
         if len(rows) != 1 or len(dims) < 2 or 0 in dims or any(size != 1 for size in dims[: rows[0]]):
             raise CheckError(
@@ -238,7 +242,7 @@ class _Cut:
         return tuple(dims)
 
     def _inferred(self) -> Mapping[str, ir.Value]:
-        """Return values by name, with their types and shapes.
+        """Return {name: value} with types and shapes.
 
         ONNX's inference cannot handle `MatMulNBits` and products of experts, so a Gemm replaces each.
         """
@@ -267,13 +271,12 @@ class _Cut:
 
 
 def _values(graph: ir.Graph) -> dict[str, ir.Value]:
-    """Return inputs and computed values by name, in order."""
+    """Return {name: value} of inputs, computed values and constants, in this order."""
     values = [*graph.inputs]
     for node in graph:
         values += node.outputs
-    return {str(value.name): value for value in values if value.name} | {
-        str(value.name): value for value in graph.initializers.values()
-    }
+    values += graph.initializers.values()
+    return {str(value.name): value for value in values if value.name}
 
 
 def _names(values: Sequence[ir.Value | None]) -> list[str]:
@@ -281,13 +284,13 @@ def _names(values: Sequence[ir.Value | None]) -> list[str]:
 
 
 def _activations(product: Product) -> list[str]:
-    """Return the inputs of a product other than its weight."""
     if product.experts is None:
         return [product.input]
     return [product.input, product.experts.ids]
 
 
 def _product(node: ir.Node) -> Product | None:
+    """Return the product that a node computes; None where it is no product with a weight."""
     out = str(node.outputs[0].name)
     names = _names(node.inputs)
     if is_expert_product(node):
@@ -323,7 +326,7 @@ def _product(node: ir.Node) -> Product | None:
 
 
 class AddBiasesAfter(Pass):
-    """Add a bias after its Gemm, and after the adapters' sum."""
+    """Add a bias after its Gemm, and after the adapters' sum: a product with its adapters is then without a bias."""
 
     def call(self, model: ir.Model) -> PassResult:
         graph = model.graph
@@ -380,7 +383,6 @@ Multiply = Callable[[Product, Mapping[str, np.ndarray]], np.ndarray]
 def run_cut(
     steps: Sequence[int | tuple[Product, ...]], feeds: Mapping[str, np.ndarray], run_piece: Pieces, multiply: Multiply
 ) -> dict[str, np.ndarray]:
-    """Run the steps on a CPU; return all values {name: array}."""
     values = dict(feeds)
     for step in steps:
         if isinstance(step, int):

@@ -90,13 +90,14 @@ def with_few_experts(model: onnx.ModelProto, count: int) -> onnx.ModelProto:
 
 
 def _id_readers(product: ExpertProduct) -> list[ir.Node]:
-    """Return the nodes of a product that read its ids."""
+    """Return the nodes of a product that read its ids: the gathers, or the reshape in front of a quantised one."""
     if not product.is_quantized:
         return [*product.gathers]
     return [required(required(product.gathers[0].inputs[1]).producer())]
 
 
 def _write(graph: ir.Graph, product: ExpertProduct) -> None:
+    """Replace a product of experts by one node, between reshapes to and from rows of tokens."""
     (out,) = product.node.outputs
     weight, slots = _weight(graph, product)
     ids, per_token = _ids(graph, product)

@@ -28,7 +28,6 @@ class Rounded(NamedTuple):
 
 
 def rounded(graph: ir.Graph, before: ir.Node, activation: ir.Value) -> Rounded:
-    """Round an activation before a node."""
     prefix = f"{activation.name}/fp8"
     writer = GraphWriter(graph, prefix, before)
     largest = writer.op("ReduceMax", writer.op("Abs", activation), [-1], keepdims=1)
@@ -51,16 +50,15 @@ def product_of(node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value] | None:
     """Return (activation, data, scales) of a product by its last node; None for another node."""
     if node.op_type != "Mul":
         return None
-    weight = None
+    data = None
     activation = node.inputs[0]
     for operator in _CHAIN:
         link = maker(activation, operator)
         if link is None:
             return None
-        if operator == "Gemm":
-            weight = maker(link.inputs[1], "Cast")
+        if operator == "Gemm" and (weight := maker(link.inputs[1], "Cast")) is not None:
+            data = weight.inputs[0]
         activation = link.inputs[0]
-    data = None if weight is None else weight.inputs[0]
     if data is None or not data.is_graph_input() or data.dtype != ir.DataType.FLOAT8E4M3FN:
         return None
     return required(activation), data, required(node.inputs[1])

@@ -26,10 +26,10 @@ class GraphRunner(abc.ABC):
 
     @abc.abstractmethod
     def run_graph(self, name: str, inputs: Arrays, weights: Arrays) -> dict[str, np.ndarray]:
-        """Return the outputs by name of one graph.
+        """Return {output: array} of one graph.
 
-        name: as in `Assembly.engine_graphs`, or of a whole block. inputs: all values by name, from which the graph
-        takes the inputs that it declares. weights: {slot: array}.
+        name: as in `Assembly.engine_graphs`, or of a whole block. inputs: {name: array}, of which the graph takes those
+        that it declares. weights: {slot: array}.
         """
 
     @abc.abstractmethod
@@ -37,11 +37,11 @@ class GraphRunner(abc.ABC):
         """Return a slot's weights, joined from tensors of the checkpoint, in the dtype of the computation."""
 
     def adapter_inputs(self, part: BoundBlock, env: Arrays) -> Arrays:
-        """Return a block's inputs of adapters, {name: array}."""
+        """Return {name: array} of a block's adapter inputs."""
         return {}
 
     def run_block(self, part: BoundBlock, env: Arrays) -> dict[str, np.ndarray]:
-        """Run a block; outputs by the name under which the next one reads them (`hidden_out` as `hidden`)."""
+        """Run a block; return {name under which the next block reads it: array} (`hidden_out` as `hidden`)."""
         signature = self.assembly.classes[part.graph].signature
         ranks = self.assembly.tensor_parallel
         env = {**env, **self.adapter_inputs(part, env)}
@@ -66,11 +66,9 @@ class GraphRunner(abc.ABC):
             for rank, values in enumerate(values_of_ranks):
                 shards = {name: np.ascontiguousarray(sharded.take_weight(name, weights[name], rank)) for name in names}
                 values.update(self.run_graph(piece.graph, values, shards))
-            for partial, total in piece.sums.items():
-                in_float32 = functools.reduce(
-                    np.add, (values[partial].astype(np.float32) for values in values_of_ranks)
-                )
-                reduced = in_float32.astype(values_of_ranks[0][partial].dtype)
+            for partial, total in piece.sums.items():  # accumulated in float32, as an all-reduce of 16 bits does
+                partials = [values[partial].astype(np.float32) for values in values_of_ranks]
+                reduced = functools.reduce(np.add, partials).astype(values_of_ranks[0][partial].dtype)
                 for values in values_of_ranks:
                     values[total] = reduced
         return _join_shards(signature, sharded.values, values_of_ranks)
@@ -110,7 +108,9 @@ class GraphRunner(abc.ABC):
 
 
 def _shard(shard: Shard | None, array: np.ndarray, rank: int) -> np.ndarray:
-    return np.ascontiguousarray(shard.take(array, rank)) if shard else array
+    if shard is None:
+        return array
+    return np.ascontiguousarray(shard.take(array, rank))
 
 
 def _join_shards(signature: Signature, shards: Mapping[str, Shard], ranks: Sequence[Arrays]) -> dict[str, np.ndarray]:

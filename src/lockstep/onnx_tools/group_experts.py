@@ -101,8 +101,7 @@ def _by_expert(graph: ir.Graph, node: ir.Node) -> None:
 
 
 def expert_products(graph: ir.Graph) -> list[ExpertProduct]:
-    products = (expert_product(node) for node in graph)
-    return [product for product in products if product is not None]
+    return [product for product in map(expert_product, graph) if product is not None]
 
 
 def expert_product(node: ir.Node) -> ExpertProduct | None:
@@ -124,12 +123,15 @@ def expert_product(node: ir.Node) -> ExpertProduct | None:
             transposed = not transposed
         rows = required(node.inputs[1 - position])
         gathers, decode = _gathers_and_decoding(weight)
-        if gathers:
-            is_product = _is_reshape(decode[-1]) if decode else _is_weight(required(gathers[0].inputs[0]), 3)
-            if is_product:
-                stacks = tuple(required(gather.inputs[0]) for gather in gathers)
-                ids = required(gathers[0].inputs[1])
-                return ExpertProduct(node, tuple(gathers), stacks, ids, rows, transposed, weight, tuple(decode))
+        is_product = bool(gathers)
+        if decode:
+            is_product = _is_reshape(decode[-1])
+        elif gathers:
+            is_product = _is_weight(required(gathers[0].inputs[0]), 3)
+        if is_product:
+            stacks = tuple(required(gather.inputs[0]) for gather in gathers)
+            ids = required(gathers[0].inputs[1])
+            return ExpertProduct(node, tuple(gathers), stacks, ids, rows, transposed, weight, tuple(decode))
         if gather.op_type == _QUANTIZED and position == 0:
             # Both reshaped, to [num_experts, out_features, bytes] and [rows].
             data_reshape, ids_reshape = (required(value).producer() for value in gather.inputs[:2])
@@ -194,6 +196,7 @@ class _Order:
         flat = writer.op("Reshape", product.ids, [-1])
         size = writer.op("Shape", flat)
         results = [f"{prefix}/sorted", f"{prefix}/order"]
+        # ONNX has no sort: TopK of all ids, the smallest first, which keeps the order of equal ones.
         _, self.order = writer.several("TopK", flat, size, results=results, axis=0, largest=0)
         one_per_row = writer.op("Expand", np.int64(1), size)
         self.counts = writer.op("ScatterElements", zeros, flat, one_per_row, reduction="add")

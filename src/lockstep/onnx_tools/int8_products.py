@@ -22,8 +22,6 @@ from lockstep.onnx_tools.values import attribute, maker, required
 
 
 class Int8Products(Pass):
-    """Rewrite products with quantised weights."""
-
     def call(self, model: ir.Model) -> PassResult:
         graph = model.graph
         products = [node for node in graph if node.op_type == "MatMulNBits"]

@@ -79,7 +79,7 @@ def beside_noise(
 
 
 def row_scale(expected: np.ndarray) -> np.ndarray:
-    """Return what the error of each number of [rows, ...] is relative to, [rows, numbers]: max(|it|, rms of its row).
+    """Return the scale of each number's error, [rows, numbers]: the larger of its magnitude and the rms of its row.
 
     Floating point has relative precision; and each row (a token) is judged by its own magnitude, however large others
     are. 1 in a row of zeros.
@@ -103,7 +103,9 @@ def max_abs_error(expected: np.ndarray, actual: np.ndarray) -> float:
         raise ValueError(f"expected shape {expected.shape}, found {actual.shape}")
     with np.errstate(invalid="ignore", over="ignore"):
         largest = float(np.abs(expected - actual).max(initial=0))
-    return largest if np.isfinite(largest) else float("inf")
+    if not np.isfinite(largest):
+        return math.inf
+    return largest
 
 
 def relative_errors(expected: np.ndarray, actual: np.ndarray, scale: Number | None = None) -> np.ndarray:
@@ -149,15 +151,15 @@ def measure(expected: np.ndarray, actual: np.ndarray, bound: Bound, scale: Numbe
     noise = per_row(bound.noise.largest)
     rms_noise = per_row(bound.noise.rms)
     if not math.isfinite(largest):
-        row = int(np.argmin(np.isfinite(relative).all(1)))
-        missing = float(noise[row]), _rms(rms_noise), float(bounds[row]), _finite(_rms(rms_bounds))
-        return TensorError(None, None, None, None, *missing)
+        row = int(np.argmin(np.isfinite(relative).all(1)))  # the first that is not finite
+        limits = float(noise[row]), _rms(rms_noise), float(bounds[row]), _finite(_rms(rms_bounds))
+        return TensorError(None, None, None, None, *limits)
     with np.errstate(divide="ignore", invalid="ignore"):
         row = int(np.argmax(np.nan_to_num(relative.max(1) / bounds)))  # the worst relative to its bound
         shares = np.nan_to_num(np.sqrt(np.mean(relative * relative, axis=1)) / rms_bounds)
     rms_bound = _rms(rms_bounds)
     rms = _rms(relative)
-    if math.isfinite(rms_bound) and np.ndim(bound.rms):
+    if math.isfinite(rms_bound) and np.ndim(bound.rms):  # a bound for each row, of which some may fail
         rms = float(np.quantile(shares, _ROWS_WITHIN_RMS)) * rms_bound
     errors = largest, _finite(float(relative.max(1)[row])), _finite(rms), cosine(exact, other)
     return TensorError(*errors, float(noise[row]), _rms(rms_noise), float(bounds[row]), _finite(rms_bound))

@@ -67,12 +67,16 @@ def _lower(graph: ir.Graph, node: ir.Node) -> None:
 def _axes_to_attribute(writer: GraphWriter, node: ir.Node) -> None:
     """Make the axes of a reduction an attribute: a reader of opset 17 ignores the input and reduces all."""
     no_axes = attribute(node, "noop_with_empty_axes", 0)
-    value = node.inputs[1] if len(node.inputs) > 1 else None
+    value = None
+    if len(node.inputs) > 1:
+        value = node.inputs[1]
     axes = array_of(value)
     if axes is None and (no_axes or value is not None):
+        actual = "none"
+        if value is not None and not no_axes:
+            actual = repr(value.name)
         raise InputError(
-            f"{node.name}: {node.op_type}: expected constant axes, found "
-            f"{'none' if no_axes or value is None else repr(value.name)}; opset {OPSET} has axes as attributes"
+            f"{node.name}: {node.op_type}: expected constant axes, found {actual}; opset {OPSET} has axes as attributes"
         )
     settings: dict[str, Any] = {
         name: setting for name, setting in node.attributes.items() if name != "noop_with_empty_axes"

@@ -91,14 +91,9 @@ def find_overflow(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> Ov
     for name, array in zip(names, arrays, strict=True):
         largest = float(np.abs(array).max(initial=0))
         if largest > LARGEST:
-            return Overflow(name, largest, makers[name] in PRODUCTS, _reaches(model, name, "hidden_out"))
+            dependent = {name}
+            for node in model.graph.node:
+                if not dependent.isdisjoint(node.input):
+                    dependent.update(node.output)
+            return Overflow(name, largest, makers[name] in PRODUCTS, "hidden_out" in dependent)
     return None
-
-
-def _reaches(model: onnx.ModelProto, name: str, output: str) -> bool:
-    """Return whether an output depends on a value."""
-    dependent = {name}
-    for node in model.graph.node:
-        if not dependent.isdisjoint(node.input):
-            dependent.update(node.output)
-    return output in dependent

@@ -59,6 +59,7 @@ def prepare(
     """
     rewritten = model
     parts = {slot.name: [slot.name] for slot in slots}
+    # In this order: `Lower` reads the canonical graph, and adapters' rows are added to weights that are fused already.
     if options.get("opset") is not None:
         rewritten = run_passes(rewritten, Lower(options["opset"]))
     if options.get("fuse_projections"):
@@ -134,7 +135,9 @@ def random_inputs(model: onnx.ModelProto) -> dict[str, np.ndarray]:
         if dtype == np.uint8:  # integers of quantised weights
             feeds[value.name] = np.resize(np.roll(byte_block, random.integers(_BLOCK)), shape)
         elif dtype.kind == "i":
-            first = 2 if value.name in ("position_ids", "past_lengths") else 0
+            first = 0
+            if value.name in ("position_ids", "past_lengths"):  # some cached tokens
+                first = 2
             numbers = np.arange(first, first + shape[0])
             feeds[value.name] = np.broadcast_to(numbers.reshape(-1, *[1] * (len(shape) - 1)), shape)
         else:

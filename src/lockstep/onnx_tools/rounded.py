@@ -28,7 +28,7 @@ _STEP_OPERATORS = ("ReduceMax", "Max", "Mul", "Div")  # make the step of 8-bit a
 def exact_and_rounded(model: onnx.ModelProto, weights: Collection[str]) -> tuple[onnx.ModelProto, onnx.ModelProto]:
     """Return the graph in float32, and with rounded values. weights: its inputs that are slots."""
     exact = widened(widened(model), TensorProto.FLOAT16)
-    if exact is model:
+    if exact is model:  # a float32 graph: of quantised weights, whose activations engines compute in 16 bits
         values = _floats(exact)
     else:
         values = {name for name, (element, _) in typed_values(model).items() if element in _NARROW}

@@ -47,7 +47,9 @@ def layer_table(assembly_json: str | os.PathLike) -> str:
     start = 0
     for index in range(1, len(layers) + 1):
         if index == len(layers) or layers[index] != layers[start]:
-            numbers = str(start) if index == start + 1 else f"{start}-{index - 1}"
+            numbers = str(start)
+            if index > start + 1:
+                numbers += f"-{index - 1}"
             rows.append((numbers, *layers[start]))
             start = index
     digests = [(name, graph.sha256[:12]) for name, graph in sorted(assembly.classes.items())]
@@ -114,8 +116,10 @@ def _call(node: onnx.NodeProto, constants: dict[str, str]) -> str:
         value = helper.get_attribute_value(attribute)
         if node.op_type == "Cast" and attribute.name == "to":
             value = _short(value)
+        if isinstance(value, tuple):
+            value = list(value)
         if _DEFAULTS.get(attribute.name) != value:
-            arguments.append(f"{attribute.name}={list(value) if isinstance(value, (list, tuple)) else value}")
+            arguments.append(f"{attribute.name}={value}")
     return f"{node.op_type}({', '.join(arguments)})"
 
 

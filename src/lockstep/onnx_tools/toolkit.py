@@ -1,8 +1,8 @@
 """The toolkit of graph passes: run them, and write the graphs that they change; values.py reads them.
 
-A pass is a class of onnx_ir's form: `call` changes a model in place and returns a PassResult that says whether it did;
-`requires` and `ensures` may check the model before and after. Nodes are not edited: a pass writes new ones and replaces
-values; whatever is no longer read is removed after each pass.
+A pass is an onnx_ir pass: `call` changes a model in place and returns a PassResult that says whether it did; `requires`
+and `ensures` may check the model before and after. Nodes are not edited: a pass writes new ones and replaces values;
+whatever is no longer read is removed after each pass.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def run_passes(model: onnx.ModelProto, *passes: Pass, check: bool = True, keep_i
 
 
 def change(model: ir.Model, *passes: Pass, keep_inputs: bool = False) -> bool:
-    """Change a model by passes, after each of which what nothing reads is removed; return whether one changed it."""
+    """Change a model by passes, and remove unused nodes and inputs after each; return whether one changed it."""
     is_modified = False
     for graph_pass in passes:
         if graph_pass(model).modified:
@@ -100,7 +100,6 @@ def replace(value: ir.Value, new: ir.Value, keep: ir.Node | None = None) -> None
 
 
 def add_input(graph: ir.Graph, name: str, dtype: ir.DataType, shape: Dims, before: ir.Value | None = None) -> ir.Value:
-    """Add an input, last or before another one."""
     value = ir.Value(name=name, type=ir.TensorType(dtype))
     if shape is not None:
         value.shape = ir.Shape(shape)
@@ -200,7 +199,9 @@ class GraphWriter:
         return self.constant(np.asarray(operand))
 
     def _name(self) -> str | None:
-        return None if self._prefix is None else f"{self._prefix}/{self._count}"
+        if self._prefix is None:
+            return None
+        return f"{self._prefix}/{self._count}"
 
     def _insert(self, node: ir.Node) -> None:
         self._count += 1

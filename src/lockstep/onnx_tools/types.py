@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import onnx
@@ -31,7 +32,9 @@ def with_types(model: ModelProto) -> ModelProto:
                 stored = constants[makers[data].input[1]].tolist()
             else:
                 stored = dims_of(inputs[data])
-            rows = dims_of(inputs[ids]) if ids in inputs else [None]
+            rows: Sequence[int | str | None] = [None]
+            if ids in inputs:
+                rows = dims_of(inputs[ids])
             shape = [*rows, *stored[1:-1], int(stored[-1]) * 8 // attributes_of(node)["bits"]]
             graph.value_info.append(helper.make_tensor_value_info(node.output[0], TensorProto.FLOAT, shape))
     return onnx.shape_inference.infer_shapes(declared, strict_mode=True, data_prop=True)

@@ -42,7 +42,9 @@ def number(dim: int | ir.SymbolicDim) -> int:
 
 
 def attribute(node: ir.Node, name: str, default: Any = None) -> Any:
-    return node.attributes[name].value if name in node.attributes else default
+    if name not in node.attributes:
+        return default
+    return node.attributes[name].value
 
 
 def axis_of(node: ir.Node, default: int) -> int:
@@ -54,12 +56,16 @@ def array_of(value: ir.Value | None) -> np.ndarray | None:
     if value is None:
         return None
     tensor = ir.convenience.get_const_tensor(value)
-    return None if tensor is None else tensor.numpy()
+    if tensor is None:
+        return None
+    return tensor.numpy()
 
 
 def maker(value: ir.Value | None, *op_types: str) -> ir.Node | None:
     """Return the node that computes a value; None for another operator's, an input or a constant."""
-    node = None if value is None else value.producer()
+    if value is None:
+        return None
+    node = value.producer()
     if node is None or node.op_type not in op_types:
         return None
     return node
@@ -97,7 +103,6 @@ def upstream(values: Iterable[ir.Value], stops: Collection[ir.Value | ir.Node] =
 
 
 def reads(node: ir.Node) -> Iterator[ir.Value | None]:
-    """Yield the inputs of a node, and of the nodes of its branches."""
     yield from node.inputs
     for branch in node.attributes.values():
         if branch.type == ir.AttributeType.GRAPH:

@@ -52,7 +52,6 @@ def widened_dtype(dtype: str) -> str:
 
 
 def _widen_graph(graph: onnx.GraphProto, narrow: int) -> int:
-    """Widen a graph in place; return the number of changes."""
     changes = sum(_widen_tensor(tensor, narrow) for tensor in graph.initializer)
     for value in (*graph.input, *graph.output, *graph.value_info):
         if value.type.tensor_type.elem_type == narrow:
