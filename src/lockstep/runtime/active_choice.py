@@ -1,7 +1,4 @@
-"""One choice of a request that has not ended.
-
-It holds what the choice goes on with, and chooses its tokens.
-"""
+"""One choice of a request that has not ended: its state, and how its tokens are chosen."""
 
 from __future__ import annotations
 
@@ -62,7 +59,7 @@ class ActiveChoice:
         return bool(self.request.grammar or self.bad_words or any(len(sequence) > 1 for sequence in sequences))
 
     def forget_slot(self) -> None:
-        """Note that the device knows nothing of this choice: what it knew was of another slot, or is out of date."""
+        """Note that the device has no parameters and masks of this choice: they were of another slot, or are old."""
         self.sampling_slot = -1
         self.masked_ends = None
 
@@ -93,7 +90,9 @@ class ActiveChoice:
 
     @property
     def _forbidden(self) -> np.ndarray:
-        return np.zeros(0, np.int64) if self.bad_words is None else self.bad_words.tokens()
+        if self.bad_words is None:
+            return np.zeros(0, np.int64)
+        return self.bad_words.tokens()
 
     def pipeline_row(self, row: np.ndarray | Sampled, eos_token_ids: Collection[int]) -> Row | None:
         """Return what the logits pipeline chooses the next token from.
@@ -104,11 +103,9 @@ class ActiveChoice:
         if isinstance(row, Sampled) or self.request.choose or self.replayed or not self.request.max_new_tokens:
             return None
         allowed = self._allowed(eos_token_ids)
-        return (
-            None
-            if self.grammar_failed
-            else Row(self.sampler, row, self.scheduled.num_computed, allowed, self._forbidden)
-        )
+        if self.grammar_failed:
+            return None
+        return Row(self.sampler, row, self.scheduled.num_computed, allowed, self._forbidden)
 
     def next_token(
         self, row: np.ndarray | Sampled, sampled: Sampled | None, max_seq_len: int, eos_token_ids: Collection[int]
@@ -132,24 +129,27 @@ class ActiveChoice:
         sampled, finish = self._consume(sampled)
         token = sampled.token
         self.answer.append(token)
+        # In this order: an end token is one whatever else ends the answer with it.
         if token in request.stop_ids or (finish == "grammar_end" and token in eos_token_ids):
             finish = "stop_id"
-        elif finish:
-            pass
-        elif len(self.answer) == request.max_new_tokens:
+        elif finish is None and len(self.answer) == request.max_new_tokens:
             finish = "max_new_tokens"
-        elif self.scheduled.num_computed == max_seq_len:
+        elif finish is None and self.scheduled.num_computed == max_seq_len:
             finish = "max_seq_len"
         logits = None if isinstance(row, Sampled) else row
         return Token(self.index, token, logits, finish, self.number, sampled.logprobs)
 
     def _consume(self, sampled: Sampled | None) -> tuple[Sampled, str | None]:
-        """Return the token, and why none can follow it, as far as logits and grammar say; None: none was allowed."""
+        """Return the token and, if logits or grammar allow none after it, why; sampled: None if none was allowed."""
         if sampled is None or self.grammar_failed:
             return Sampled(-1), "grammar_error"
         if sampled.token < 0:
             return sampled, "error"
         if self.bad_words is not None:
             self.bad_words.push(sampled.token)
-        ended = self.matcher.consume(sampled.token) if self.matcher is not None else None
-        return (Sampled(-1), ended) if ended == "grammar_error" else (sampled, ended)
+        if self.matcher is None:
+            return sampled, None
+        end = self.matcher.consume(sampled.token)
+        if end == "grammar_error":
+            sampled = Sampled(-1)
+        return sampled, end

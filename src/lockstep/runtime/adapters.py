@@ -80,13 +80,14 @@ class Adapters:
         return 8 * numbers + (1 << 20)
 
     def check(self, name: str | None) -> None:
-        """Raise InputError for an unknown adapter."""
         if name is not None and name not in self.known:
             raise unknown_adapter(name, self.known)
 
     def digest(self, name: str | None) -> str | None:
         """Return the hex sha256 of an adapter's weights and parameters."""
-        return None if name is None else self.known[name].sha256
+        if name is None:
+            return None
+        return self.known[name].sha256
 
     def load(self) -> None:
         """Write the adapters that the residency asks for."""
@@ -98,7 +99,6 @@ class Adapters:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the arrays of resident adapters."""
         return sum(arrays.a.nbytes + arrays.b.nbytes for arrays in self.arrays)
 
     @property
@@ -127,6 +127,5 @@ class _HostWriter:
 
 
 def unknown_adapter(name: str, available: Mapping[str, object] | Sequence[str]) -> InputError:
-    """Return the error of a request for an unknown adapter."""
     names = ", ".join(sorted(available)) or "none, for the model has no adapters"
     return InputError(f"adapter: expected one of {names}; found {name!r}")

@@ -58,7 +58,6 @@ class Vocabulary:
         self._words: dict[str, BadWord] = {}
 
     def word(self, text: str) -> BadWord:
-        """Return the tables of a word."""
         word = self._words.get(text)
         if word is None:
             data = text.encode()
@@ -100,7 +99,6 @@ class BadWordFilter:
         self._matched = [word.advance(0, unfinished) for word in self._words]
 
     def push(self, token: int) -> None:
-        """Append a token to the answer."""
         if piece := self._pieces[token]:
             self._matched = [word.advance(matched, piece) for word, matched in zip(self._words, self._matched)]
 

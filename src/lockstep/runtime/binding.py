@@ -58,7 +58,6 @@ def open_network(
         return replace(first_rank, others=tuple(other_ranks))
     load = functools.partial(engines.load, threads=threads, low_memory=low_memory)
     programs = {name: load(name) for name, _ in assembly.engine_graphs() if name in engine_blocks(assembly)}
-
     bases = {name: load(name) for name, _ in base_graphs(assembly) if name in engines.manifest.engines}
 
     def bound(part: BoundBlock) -> Block:
@@ -91,10 +90,10 @@ def open_network(
 
 
 def _as_run(engines: EngineSet) -> Assembly:
-    """Return the assembly with the activations that the engines have."""
     dtype = engines.backend.activations
-    assembly = engines.assembly
-    return with_activations(assembly, dtype) if dtype else assembly
+    if dtype is None:
+        return engines.assembly
+    return with_activations(engines.assembly, dtype)
 
 
 def _network(
@@ -236,7 +235,6 @@ def _bind_piece(
     programs: Mapping[str, Program],
     rank: int,
 ) -> Executable:
-    """Bind a piece's engine to a rank's part of the weights."""
     ranks = engines.assembly.tensor_parallel
     assert ranks is not None
     slots = ranks.graphs[piece.graph].signature.slots

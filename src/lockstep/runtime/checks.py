@@ -38,11 +38,13 @@ def expect(name: str, value: int, minimum: int, maximum: int, unit: str = "") ->
 
 
 def expect_tokens(name: str, tokens: Collection[int] | np.ndarray, vocab_size: int) -> None:
-    """Raise InputError for a token outside the vocabulary."""
     if not len(tokens):
         return
     # Only the extremes are compared, as other requests wait while a long prompt is checked.
-    extremes = (tokens.min(), tokens.max()) if isinstance(tokens, np.ndarray) else (min(tokens), max(tokens))
+    if isinstance(tokens, np.ndarray):
+        extremes = [tokens.min(), tokens.max()]
+    else:
+        extremes = [min(tokens), max(tokens)]
     for token in extremes:
         if not 0 <= token < vocab_size:
             raise InputError(f"{name}: expected token ids 0 to {vocab_size - 1}, found {str(token)[:40]}")
@@ -78,7 +80,7 @@ def check_ranges(
     expect("priority", request.priority, -_PRIORITY, _PRIORITY - 1)
     if request.prompt_logprobs is not None:
         expect("prompt_logprobs", request.prompt_logprobs, 0, MAX_LOGPROBS)
-    minimum = 1 if request.prompt_logprobs is None else 0
+    minimum = int(request.prompt_logprobs is None)
     if max_total_len is not None:
         remainder = f"which the {len(ids)} tokens of the prompt leave of {max_total_len}"
         expect("max_new_tokens", request.max_new_tokens, minimum, max_total_len - len(ids), remainder)

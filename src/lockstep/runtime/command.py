@@ -119,7 +119,9 @@ def generate_file(
     done = run(model, tokenizer, Path(source), Path(out), defaults, sizes.max_input_len, say, speculation)
     _say_failure(speculation)
     requests = f"{done.lines} request{'s' * (done.lines != 1)}"
-    print(f"{chr(13) if sys.stderr.isatty() else ''}{out}: {requests}, {done.failed} failed", file=sys.stderr)
+    if sys.stderr.isatty():
+        print(end="\r", file=sys.stderr)  # over the line of progress
+    print(f"{out}: {requests}, {done.failed} failed", file=sys.stderr)
     if done.failed:
         which = f"the first of {done.failed} requests that failed; " * (done.failed > 1)
         raise CheckError(f"{done.first_error} ({which}see {out})")
@@ -128,7 +130,9 @@ def generate_file(
 def _speculation(model: Model, speculative: Mapping[str, Any] | None, threads: int | None) -> Speculation | None:
     from lockstep.runtime.speculative import Speculative, open_speculation
 
-    return open_speculation(model, Speculative(**speculative), threads) if speculative else None
+    if not speculative:
+        return None
+    return open_speculation(model, Speculative(**speculative), threads)
 
 
 def _say_failure(speculation: Speculation | None) -> None:

@@ -39,7 +39,6 @@ class Completion:
 
     @property
     def done(self) -> bool:
-        """Return whether all choices have ended."""
         return all(choice.finish for choice in self.choices)
 
     def record(self) -> dict[str, Any]:
@@ -101,7 +100,9 @@ class Collector:
             choice.logprobs.append(logprobs)
         stream = self._streams[number]
         stop = self._filters[number]
-        text = "" if finish == "stop_id" else stream.push(token)
+        text = ""
+        if finish != "stop_id":
+            text = stream.push(token)
         may_end = len(choice.token_ids) > self._min_stop_tokens
         if finish:
             text += stream.finish()

@@ -22,8 +22,6 @@ _MISSED_PAUSE = 4
 
 
 class Drafter(Protocol):
-    """Proposes draft tokens."""
-
     def propose(self, limits: Mapping[ActiveChoice, int]) -> dict[ActiveChoice, list[int]]:
         """Return drafts of at most `limits[choice]` tokens, for the choices that have one."""
         ...
@@ -95,7 +93,9 @@ class _Pace:
     rejected: int = 0
 
     def update(self, proposed: int, accepted: int, max_length: int, on_host: bool) -> None:
-        self.rejected = 0 if accepted else self.rejected + 1
+        self.rejected += 1
+        if accepted:
+            self.rejected = 0
         if not on_host:
             self.length = max_length
         elif accepted == proposed:
@@ -162,13 +162,15 @@ class Speculation:
                 if count < self.num_tokens:
                     count = 1 << count.bit_length() - 1
                 limits[choice] = count
+        if not limits:
+            return {}
         try:
-            drafts = self._drafter.propose(limits) if limits else {}
+            drafts = self._drafter.propose(limits)
         except Exception as error:
             # No answer may fail because of a draft, and the errors of libraries share no base class.
             self.failure = f"drafts: {' '.join(str(error).split()) or type(error).__name__}; decoding goes on without"
             return {}
-        if limits and not drafts and not self.on_host:
+        if not drafts and not self.on_host:
             self._pause = _MISSED_PAUSE
         return drafts
 

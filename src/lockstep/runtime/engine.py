@@ -77,8 +77,8 @@ class Engine:
             grammars: compiles the grammars of requests.
             speculation: proposes draft tokens. Answers are bit-identical with and without it.
             lookahead: see `Scheduler`.
-            samples_on_host: on a GPU too, choose from logits whatever is more than a draw, so that tokens have them. So
-                it is beside drafts, whose every token must be that of a step of its own.
+            samples_on_host: on a GPU too, choose from logits whatever is more than a draw, so that tokens have them. It
+                is implied by speculation, where each token must be that of a step without drafts.
 
         Raises:
             InputError: a step has no room for a token of each request, or the model cannot verify drafts.
@@ -101,7 +101,6 @@ class Engine:
             # On a CPU a step's time grows with its tokens, so single chunks delay other requests least. On a GPU a
             # step has a fixed cost, and a few long steps delay fewer tokens of other requests than many short ones.
             long_prefill_token_threshold = chunk_size
-        max_prefill_tokens = None if model.engines.backend.on_host else _MAX_PREFILL_TOKENS
         self._scheduler = Scheduler(
             model.tables,
             model.max_batch_size,
@@ -110,11 +109,13 @@ class Engine:
             admission,
             long_prefill_token_threshold,
             model.adapters.residency if model.adapters is not None else None,
-            max_prefill_tokens,
+            None if model.engines.backend.on_host else _MAX_PREFILL_TOKENS,
             compacts=bool(model.tables.shares) and not model.has_state,
             lookahead=lookahead,
         )
-        self._max_prompt_len = model.max_seq_len if max_input_len is None else min(max_input_len, model.max_seq_len)
+        self._max_prompt_len = model.max_seq_len
+        if max_input_len is not None:
+            self._max_prompt_len = min(max_input_len, model.max_seq_len)
         # A cached prefix must have been computed in the chunks that it would be computed in now (for the same bits),
         # and be in pages that slots can share or copy.
         self.prefix_caching = (
@@ -264,14 +265,13 @@ class Engine:
                 self._hand_over_prompt(choice)
         self._end_all(aborted)
         compiling = self._compiling.get(index, ())
-        still_wanted = any(choice.scheduled in self._choices for choice in compiling)
-        if self._grammars is not None and compiling and not still_wanted:
+        is_needed = any(choice.scheduled in self._choices for choice in compiling)
+        if self._grammars is not None and compiling and not is_needed:
             self._grammars.forget(index)
             del self._compiling[index]
         return bool(aborted)
 
     def close(self) -> None:
-        """Abort all requests."""
         for index in [*self._compiling]:
             self.abort(index)
         self._end_all([*self._choices.values()])

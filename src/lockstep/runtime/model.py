@@ -193,7 +193,6 @@ class Model:
         return self.executor.max_verify_tokens
 
     def check_verifies_drafts(self) -> None:
-        """Raise InputError unless steps verify drafts."""
         if self.has_state:
             raise InputError(
                 "speculative: expected a model whose layers keep keys and values, found one with a state, from which "
@@ -215,7 +214,6 @@ class Model:
             self.executor.keep(slot, length)
 
     def check_gives_all_logits(self) -> None:
-        """Raise InputError unless `logits_behind` can be called."""
         if not self.gives_all_logits:
             raise InputError(
                 "prompt_logprobs: expected a backend that computes the logits after all tokens of a prompt, such as "
@@ -261,7 +259,6 @@ class Model:
             raise InputError(f"adapter {adapter!r}: expected at most {limit} at a time (max_adapters), found one more")
 
     def check_adapter(self, adapter: str | None) -> None:
-        """Raise InputError for an unknown adapter."""
         if adapter is not None and self.adapters is None:
             raise unknown_adapter(adapter, ())
         if self.adapters is not None:
@@ -288,12 +285,10 @@ class Model:
 
     @property
     def in_flight(self) -> bool:
-        """Return whether a step was launched ahead: see `step_tokens`."""
         return self.executor.in_flight
 
     @property
     def tables(self) -> PageTables:
-        """Return the page tables of the slots, and the page pool."""
         return self.executor.tables
 
     def _run(self, advances: Sequence[Advance], run: Callable[[Sequence[Advance]], _Result]) -> _Result:
@@ -394,7 +389,9 @@ def host_bytes(kv_bytes: float | None) -> int:
     """
     if kv_bytes is None:
         return host_memory.total_bytes() // 4
-    return int(host_memory.free_bytes() * kv_bytes) if kv_bytes < 1 else int(kv_bytes)
+    if kv_bytes < 1:
+        kv_bytes *= host_memory.free_bytes()
+    return int(kv_bytes)
 
 
 def _limits(

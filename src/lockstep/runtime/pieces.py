@@ -58,7 +58,6 @@ class Pieces:
         self._cache: dict[int, bytes] = {}
 
     def is_silent(self, token: int) -> bool:
-        """Return whether a token never adds text."""
         return not self.after(token)
 
     def first(self, token: int) -> bytes:
@@ -109,7 +108,6 @@ class Pieces:
         return decoder.getstate()[0]
 
     def decoder(self) -> codecs.IncrementalDecoder:
-        """Return an incremental UTF-8 decoder."""
         return codecs.getincrementaldecoder("utf-8")(self.errors)
 
     def _bytes(self, token: int, alone: str, twice: str) -> bytes:
@@ -123,7 +121,9 @@ class Pieces:
             raw = bytes(_BYTES[character] for character in name)
         else:
             return alone.encode()
-        return raw if raw.decode(errors="replace") == alone else alone.encode()
+        if raw.decode(errors="replace") != alone:
+            return alone.encode()
+        return raw
 
     def _decode(self, tokens: Sequence[int]) -> str:
         try:

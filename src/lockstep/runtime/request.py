@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -99,8 +100,8 @@ class Speed:
 
     @property
     def prefill_tokens_per_second(self) -> float:
-        return self.prefill_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
+        return self.prefill_tokens / (self.prefill_seconds or math.inf)
 
     @property
     def decode_tokens_per_second(self) -> float:
-        return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
+        return self.decode_tokens / (self.decode_seconds or math.inf)

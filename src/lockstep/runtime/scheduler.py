@@ -85,12 +85,10 @@ class Scheduled:
 
     @property
     def in_prompt(self) -> bool:
-        """Return whether its prompt is not fully computed."""
         return self.num_computed < self.num_prompt_tokens
 
     @property
     def slots(self) -> list[int]:
-        """Return the slots of the request and its siblings."""
         return [choice.slot for choice in (self, *self.siblings) if choice.slot >= 0]
 
 
@@ -220,7 +218,6 @@ class Scheduler:
             self._wait(request)
 
     def unhold(self, request: Scheduled) -> None:
-        """Let a held request be admitted."""
         request.status = Status.WAITING
         self._wait(request)
 
@@ -429,7 +426,10 @@ class Scheduler:
                 del self._waiting[adapter]
             elif adapter not in excluded_adapters:
                 candidates.append(queue[0])
-        return min(candidates)[1] if candidates else None
+        if not candidates:
+            return None
+        _, request = min(candidates)
+        return request
 
     def _admit(self, step: SchedulerOutput, adapters_blocked: bool) -> None:
         """Admit waiting requests while there is room.
@@ -502,7 +502,9 @@ class Scheduler:
 
     def _shared_tokens(self, request: Scheduled) -> int:
         """Return the prompt tokens whose pages the siblings share."""
-        return request.num_prompt_tokens // PAGE_SIZE * PAGE_SIZE if self.tables.shares else 0
+        if not self.tables.shares:
+            return 0
+        return request.num_prompt_tokens // PAGE_SIZE * PAGE_SIZE
 
     def _swap_in(self, step: SchedulerOutput) -> tuple[bool, bool]:
         """Swap requests in while there is room.

@@ -1,4 +1,4 @@
-"""What `--speculative` says, `ngram:4` or `draft=TARGET:4`, and the speculation that it opens."""
+"""The option `--speculative`, `ngram:4` or `draft=TARGET:4`, and the speculation that it opens."""
 
 from __future__ import annotations
 

@@ -68,7 +68,9 @@ def _longest_token(value: Mapping[str, Any]) -> int | None:
         has_all_bytes = model.get("byte_fallback") and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
     shrinks = 1
     for step in normalizers:
-        pattern = (step.get("pattern") or {}).get("String") if step["type"] == "Replace" else None
+        pattern = None
+        if step["type"] == "Replace":
+            pattern = (step.get("pattern") or {}).get("String")
         if step["type"] == "NFC":
             shrinks *= _NFC_SHRINKS
         elif step["type"] != "Prepend" and not (pattern and len(pattern) <= len(step["content"])):
@@ -169,7 +171,6 @@ class Tokenizer:
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """Return the ids of all tokens by name."""
         return self._tokenizer.get_vocab()
 
     def min_tokens(self, num_characters: int) -> int:
@@ -193,7 +194,6 @@ class Tokenizer:
             return text
 
     def names(self, tokens: Iterable[int]) -> list[str]:
-        """Return the names of tokens; "" for an unused id."""
         name = self._tokenizer.id_to_token
         return [name(token) or "" for token in tokens]
 
@@ -215,7 +215,10 @@ class Tokenizer:
         def encode(text: str) -> tuple[int, ...]:
             return tuple(self.encode(text, special=False).tolist())
 
-        spellings = [encode(text), encode(text if text[:1].isspace() else f" {text}")]
+        after_space = text
+        if not text[:1].isspace():
+            after_space = f" {text}"
+        spellings = [encode(text), encode(after_space)]
         newline = encode("\n")
         after_newline = encode(f"\n{text}")
         if after_newline[: len(newline)] == newline:
@@ -223,7 +226,6 @@ class Tokenizer:
         return [tokens for tokens in dict.fromkeys(spellings) if tokens]
 
     def token_id(self, name: str) -> int | None:
-        """Return the id of the token called `name`, or None."""
         return self._tokenizer.token_to_id(name)
 
     def silent(self, names: Iterable[str]) -> dict[int, str]:

@@ -19,7 +19,8 @@ def with_activations(assembly: Assembly, dtype: str) -> Assembly:
     Weights, states and hidden states keep their type. An assembly of 16 bits keeps its own dtype, which its float32
     inputs and outputs get too.
     """
-    dtype = dtype if assembly.dtype == "float32" else assembly.dtype
+    if assembly.dtype != "float32":
+        dtype = assembly.dtype
 
     def cast_io(io: IO) -> IO:
         if io.dtype != "float32" or io.key in _NEVER_CAST:

@@ -98,7 +98,6 @@ class HostExecutor:
         """Do nothing: the first step of a layout costs no more than others."""
 
     def reset(self, slot: int) -> None:
-        """Clear a slot and release its pages."""
         self.cache.reset(slot)
         self.tables.release(slot)
         self._room[slot] = 0
@@ -179,7 +178,6 @@ class HostExecutor:
         return self.cache.capacity_for(length) - length
 
     def keep(self, slot: int, length: int) -> None:
-        """Truncate a slot to `length` tokens."""
         self.cache.clear(slot, length, int(self.lengths[slot]))
         self.lengths[slot] = length
 
@@ -295,14 +293,15 @@ class HostExecutor:
         if len(decoding) < layout.num_decode:
             for part, packed in zip(layout.decoding, step.slices):
                 gaps = step.tokens.slots[packed] < 0
-                lengths = self.cache.held(part.capacity, part.low, part.high)
+                lengths = self.cache.row_lengths(part.capacity, part.low, part.high)
                 step.tokens.position_ids[packed][gaps] = lengths[gaps]
         # `ranges` are in the order of `decoding`, then of `chunks`; logits are in the order of `advances`.
         decode_ranges = iter(ranges[: len(decoding)])
         chunk_ranges = iter(ranges[len(decoding) :])
         logit_rows: list[int] = []
         for advance in advances:
-            _, end = next(chunk_ranges if len(advance.tokens) > 1 else decode_ranges)
+            ranges_of_kind = chunk_ranges if len(advance.tokens) > 1 else decode_ranges
+            _, end = next(ranges_of_kind)
             logit_rows += range(end - advance.num_rows, end)
         step.logit_rows[:] = logit_rows
         if self._adapters is not None:

@@ -34,7 +34,7 @@ def _limits() -> Iterator[tuple[int, int]]:
         limit = _number(folder / limit_file)
         used = _number(folder / usage_file)
         if limit is not None and used is not None:
-            yield limit, max(0, used - _of_stat(folder / "memory.stat", reclaimable))
+            yield limit, max(0, used - _memory_stat(folder / "memory.stat", reclaimable))
 
 
 def _groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
@@ -47,7 +47,11 @@ def _groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
         controllers, _, path = group_and_path.partition(":")
         if controllers and "memory" not in controllers.split(","):
             continue
-        root, names = (CGROUP_ROOT / "memory", _V1) if controllers else (CGROUP_ROOT, _V2)
+        root = CGROUP_ROOT
+        names = _V2
+        if controllers:  # version 1 names them
+            root = CGROUP_ROOT / "memory"
+            names = _V1
         # In a container the path may be the host's while the container's own group is mounted at the root.
         group = root / path.lstrip("/")
         for folder in (group, *group.parents):
@@ -64,7 +68,7 @@ def _number(path: Path) -> int | None:
         return None
 
 
-def _of_stat(path: Path, name: str) -> int:
+def _memory_stat(path: Path, name: str) -> int:
     try:
         rows = [line.split() for line in path.read_text().splitlines()]
         return sum(int(row[1]) for row in rows if row[:1] == [name])

@@ -116,7 +116,7 @@ class RowAttention:
         position = np.zeros(1, np.int64)  # a token's position is the length of its past
         bound = {"past_key": past[0], "past_value": past[1], "past_lengths": position, "position_ids": position}
         self._inputs = {}
-        for io in signature.inputs:
+        for io in signature.inputs:  # without RoPE there are no positions
             self._inputs[io.name] = bound[io.name] if io.name in bound else _one_token(io)
         self._position = position
         self._attention = _one_token(layer_attention.attention)
@@ -136,7 +136,6 @@ class RowAttention:
 
 
 def _one_token(io: IO) -> np.ndarray:
-    """Return a buffer for one token."""
     return np.empty([1 if isinstance(dim, str) else dim for dim in io.shape], io.numpy_dtype)
 
 

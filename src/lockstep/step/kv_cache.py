@@ -117,7 +117,6 @@ class KVCache:
 
     @property
     def state_nbytes(self) -> int:
-        """Return the bytes of a request's states in all layers."""
         return sum(shape.nbytes * count for shape, count in self._state_groups)
 
     def capacity_for(self, length: int) -> int:
@@ -147,17 +146,18 @@ class KVCache:
         """Return the row of a slot for which `reserve` was called. Raises KeyError."""
         return self._places[slot]
 
-    def held(self, capacity: int, low: int, high: int) -> np.ndarray:
+    def row_lengths(self, capacity: int, low: int, high: int) -> np.ndarray:
         """Return the number of tokens in each of rows `low:high`, int64."""
-        slots = self.rows[capacity].slots[low:high]
-        return np.array([0 if slot is None else self.lengths[slot] for slot in slots], np.int64)
+        lengths = np.zeros(high - low, np.int64)
+        for number, slot in enumerate(self.rows[capacity].slots[low:high]):
+            if slot is not None:
+                lengths[number] = self.lengths[slot]
+        return lengths
 
     def layer(self, index: int) -> tuple[int, int]:
-        """Return (group, index in the group) of a layer."""
         return self._layers[index]
 
     def group_shapes(self) -> list[tuple[LayerShape, int]]:
-        """Return (shape, number of layers) of each group."""
         return self._groups
 
     def view(self, layer: int, capacity: int, low: int, high: int) -> tuple[np.ndarray, np.ndarray]:

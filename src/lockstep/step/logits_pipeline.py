@@ -48,7 +48,9 @@ class Sampler:
         """
         self.sampling = sampling
         self.choice = choice
-        tokens = np.asarray(prompt if sampling.changes_logits else (), np.int64)  # only processing needs them
+        if not sampling.changes_logits:
+            prompt = ()  # only processing needs it
+        tokens = np.asarray(prompt, np.int64)
         if num_prompt_tokens is None:
             num_prompt_tokens = len(tokens)
         self.num_prompt_tokens = num_prompt_tokens
@@ -58,7 +60,6 @@ class Sampler:
         self._stop_ids = sorted(stop_ids)
 
     def push(self, token: int) -> None:
-        """Append a token to the answer."""
         if self.sampling.changes_logits:
             self.answer.append(token)
             self.counts[token] += 1
@@ -195,7 +196,9 @@ def choose(rows: Sequence[Row]) -> list[Sampled]:
 
 
 def _mask(logits: np.ndarray, allowed: np.ndarray | None) -> np.ndarray:
-    return logits if allowed is None else np.where(allowed, logits, np.float32(-np.inf))
+    if allowed is None:
+        return logits
+    return np.where(allowed, logits, np.float32(-np.inf))
 
 
 def candidates(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray | None, np.ndarray]:
@@ -220,7 +223,9 @@ def candidates(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray | Non
 
 
 def _take(ids: np.ndarray | None, weights: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    return indices if ids is None else ids[indices], weights[indices]
+    if ids is not None:
+        return ids[indices], weights[indices]
+    return indices, weights[indices]
 
 
 def largest(values: np.ndarray, count: int) -> np.ndarray:
@@ -251,7 +256,7 @@ def _nucleus(weights: np.ndarray, top_p: float) -> np.ndarray:
 
 
 def _large_nucleus(weights: np.ndarray, target: float) -> np.ndarray:
-    """Return what `_nucleus` does. Only weights near the smallest one of the set are sorted."""
+    """Do the same as `_nucleus`, but sort only weights near the smallest one of the set."""
     bins = weights.view(np.uint32) >> 16  # in the order of the weights, which are positive
     masses = np.cumsum(np.bincount(bins, weights)[::-1])  # the largest first
     number = min(int(np.searchsorted(masses, target)), len(masses) - 1)
@@ -259,7 +264,8 @@ def _large_nucleus(weights: np.ndarray, target: float) -> np.ndarray:
     is_in = bins > edge
     near = np.flatnonzero(bins == edge)
     near = near[np.argsort(-weights[near], kind="stable")]
-    is_in[near[: _count_for(weights[near], float(masses[number - 1]) if number else 0.0, target)]] = True
+    above = float(masses[number - 1]) if number else 0.0
+    is_in[near[: _count_for(weights[near], above, target)]] = True
     return np.flatnonzero(is_in)
 
 

@@ -47,7 +47,6 @@ class Block:
 
     @classmethod
     def whole(cls, run: Executable, signature: Signature, adapters: Mapping[str, Any] | None = None) -> Block:
-        """Return a block of one engine."""
         return cls((ShardCall(run, signature, {}),), signature, adapters or {})
 
     def for_rows(self, adapted: bool) -> Block:
@@ -58,7 +57,6 @@ class Block:
 
     @property
     def run(self) -> Executable:
-        """Return the engine of a block of one engine."""
         (piece,) = self.pieces
         return piece.run
 
@@ -91,7 +89,6 @@ class LayerAttention(LayerMixer):
 
     @functools.cached_property
     def cache(self) -> LayerShape:
-        """Return the shape of the cache that a layer needs."""
         return LayerShape(self.variant.num_kv_heads, self.variant.head_dim, self.variant.value_head_dim)
 
 
@@ -103,7 +100,6 @@ class LayerState(LayerMixer):
 
     @property
     def cache(self) -> StateShape:
-        """Return the shape of a request's state."""
         return StateShape(self.variant.state)
 
 
@@ -125,7 +121,6 @@ class Network:
 
     @property
     def blocks(self) -> list[Block]:
-        """Return the embedding, the layers' blocks and the exit, in order."""
         return [self.embedding, *(block for block, _ in self.layers), self.exit]
 
 

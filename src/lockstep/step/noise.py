@@ -36,26 +36,33 @@ class Draw(NamedTuple):
 
 def exponential_noise(draws: Sequence[Draw]) -> list[np.ndarray]:
     """Return the noise of each draw's tokens, float32 [num_candidates], in their order."""
-    small_draws = iter(_noise_of_tokens([draw for draw in draws if draw.has_few]))
-    return [next(small_draws) if draw.has_few else _noise_of_all(draw) for draw in draws]
+    noise_of_few = iter(_noise_of_tokens([draw for draw in draws if draw.has_few]))
+    noise = []
+    for draw in draws:
+        noise.append(next(noise_of_few) if draw.has_few else _noise_of_all(draw))
+    return noise
 
 
 def _noise_of_all(draw: Draw) -> np.ndarray:
+    """Return the noise of a draw by NumPy's generator, which computes that of all tokens of the vocabulary."""
     key = np.array([draw.seed, draw.choice], np.uint64)
     counter = np.array([0, draw.position, 0, 0], np.uint64)
     bits = np.random.Philox(key=key, counter=counter).random_raw(-(-draw.size // 2))
     halves = bits.astype("<u8", copy=False).view("<u4")[: draw.size]
-    return _noise(halves if draw.token_ids is None else halves[draw.token_ids])
+    if draw.token_ids is not None:
+        halves = halves[draw.token_ids]
+    return _noise(halves)
 
 
 def _noise_of_tokens(draws: Sequence[Draw]) -> list[np.ndarray]:
+    """Return the noise of draws by `_philox`, which computes that of the draws' own tokens alone."""
     if not draws:
         return []
-    counts = [len(draw.token_ids) for draw in draws if draw.token_ids is not None]
-    tokens = np.concatenate([draw.token_ids for draw in draws if draw.token_ids is not None]).astype(np.uint64)
-    seeds, choices, positions = (
-        np.repeat(np.array(values, np.uint64), counts) for values in list(zip(*(draw[:3] for draw in draws)))
-    )
+    ids_of_draws = [draw.token_ids for draw in draws if draw.token_ids is not None]
+    counts = [len(ids) for ids in ids_of_draws]
+    tokens = np.concatenate(ids_of_draws).astype(np.uint64)
+    keys = np.array([draw[:3] for draw in draws], np.uint64)
+    seeds, choices, positions = keys.repeat(counts, axis=0).T
     words = _philox(tokens // 8 + 1, positions, seeds, choices)
     words = words[(tokens % 8 // 2).astype(np.int64), np.arange(len(tokens))]
     halves = np.where(tokens % 2 == 1, words >> _32, words & _LOW).astype(np.uint32)

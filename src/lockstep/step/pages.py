@@ -69,7 +69,6 @@ class PagePool:
         return pages
 
     def retain(self, pages: Sequence[int]) -> None:
-        """Add a reference to each of some referenced pages."""
         for page in pages:
             self._references[page] += 1
 
@@ -98,7 +97,6 @@ class PagePool:
         return True
 
     def holds(self, key: bytes) -> bool:
-        """Return whether the key has pages."""
         return key in self._prefixes
 
     def find(self, keys: Sequence[bytes]) -> list[int]:

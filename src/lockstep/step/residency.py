@@ -45,7 +45,6 @@ class Residency:
         return True
 
     def move(self, slot: int, other: int) -> None:
-        """Give a slot's adapter to another slot."""
         self.adapter_slots[other] = self.adapter_slots[slot]
         self.adapter_slots[slot] = -1
 

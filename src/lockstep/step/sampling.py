@@ -84,12 +84,10 @@ class Sampling:
 
     @property
     def bad_texts(self) -> list[str]:
-        """Return the texts in `bad_words`."""
         return [word for word in self.bad_words if isinstance(word, str)]
 
     @property
     def bad_sequences(self) -> list[tuple[int, ...]]:
-        """Return the token sequences in `bad_words`."""
         return [word for word in self.bad_words if not isinstance(word, str)]
 
     @property

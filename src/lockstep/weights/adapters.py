@@ -68,8 +68,9 @@ def empty_arrays(
 
     empty: makes an array of a shape and a dtype. but: inputs that already have an array.
     """
-    shapes = slots.shapes(part.graph) if slots else ()
-    return {name: empty(shape, dtype) for name, shape in shapes if name not in but}
+    if slots is None:
+        return {}
+    return {name: empty(shape, dtype) for name, shape in slots.shapes(part.graph) if name not in but}
 
 
 def arrays_of(
@@ -97,7 +98,7 @@ class AdapterWriter(Protocol):
         ...
 
     def forget(self, adapter: LoadedAdapter) -> None:
-        """Drop what `prepare` made for an adapter that is not written any more."""
+        """Drop the result of `prepare` for an adapter that is not written any more."""
         ...
 
 
@@ -109,12 +110,8 @@ def open_adapters(path: str | os.PathLike) -> dict[str, LoadedAdapter]:
     for name, adapter in sorted(manifest.adapters.items()):
         folder = manifest.folder_of(path, name)
         check_stored(adapter.files, folder, "check the adapters again: run `lockstep run`")
-        adapters[name] = _read(name, adapter, folder)
+        adapters[name] = adapter_of_bytes(name, adapter, np.fromfile(folder / WEIGHTS, np.uint8), folder)
     return adapters
-
-
-def _read(name: str, adapter: Adapter, folder: Path) -> LoadedAdapter:
-    return adapter_of_bytes(name, adapter, np.fromfile(folder / WEIGHTS, np.uint8), folder)
 
 
 def adapter_of_bytes(name: str, adapter: Adapter, data: np.ndarray, folder: Path) -> LoadedAdapter:
@@ -148,11 +145,12 @@ def check_adapter(adapter: LoadedAdapter, slots: LoraSlots, modules: Iterable[st
         )
     for module, (a, b) in adapter.modules.items():
         if module not in available:
-            near = difflib.get_close_matches(module, sorted(available), n=1)
             kinds = sorted({name.rpartition(".")[2] for name in available})
-            nearest = f"; the nearest is {near[0]}" if near else ""
+            actual = module
+            for nearest in difflib.get_close_matches(module, sorted(available), n=1):
+                actual += f"; the nearest is {nearest}"
             raise InputError(
-                f"{prefix}: expected modules that take adapters ({', '.join(kinds)}), found {module}{nearest}; widen "
+                f"{prefix}: expected modules that take adapters ({', '.join(kinds)}), found {actual}; widen "
                 "lora_target_modules and export again, or use an adapter without it"
             )
         matrices = {"lora_A": a.astype(dtype), "lora_B": scaled(b, adapter.scale_of(module), dtype)}

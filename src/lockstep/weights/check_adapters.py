@@ -55,7 +55,7 @@ _HARMLESS = frozenset(
 _CHANGED_BASE = ("pissa", "olora", "loftq", "corda")
 _REASONS = {
     "use_dora": "DoRA scales the base's weights",
-    "modules_to_save": "whole modules are saved beside the adapter",
+    "modules_to_save": "whole modules are saved with the adapter",
     "trainable_token_indices": "rows of the embedding were trained",
     "target_parameters": "parameters that are no linear layers (experts) were adapted",
     "layer_replication": "layers are repeated",
@@ -196,7 +196,9 @@ def _is_pattern(text: str) -> bool:
 def _scale(config: Mapping[str, Any], module: str) -> float:
     rank = _of_module(config, "rank_pattern", "r", module)
     alpha = _of_module(config, "alpha_pattern", "lora_alpha", module)
-    return float(alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank)
+    if config.get("use_rslora"):
+        rank = math.sqrt(rank)
+    return float(alpha / rank)
 
 
 def _read_config(folder: Path, where: str) -> dict[str, Any]:
@@ -267,8 +269,8 @@ def _modules(
         for side in "AB":
             if side not in sides:
                 raise InputError(
-                    f"{where}: {path}: expected base_model.model.{module}.lora_{side}.weight, found none of this name "
-                    f"beside its other half; save the adapter again"
+                    f"{where}: {path}: expected base_model.model.{module}.lora_{side}.weight, found only its other "
+                    f"half; save the adapter again"
                 )
         if _EXPERT.search(module):
             raise InputError(

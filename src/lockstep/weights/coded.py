@@ -44,7 +44,6 @@ class Coded:
     arrays: Mapping[str, np.ndarray]
 
     def blocks(self) -> Iterator[slice]:
-        """Return the rows that are decoded together, in order."""
         if len(self.shape) == 3:
             return (slice(number, number + 1) for number in range(self.shape[0]))
         return row_blocks(self.shape)

@@ -66,6 +66,7 @@ def convert(checkpoint_json: Path, precision: str, out_json: Path, assembly_json
         remove_leftovers(path)
     is_as_stored = all(source.tensors[name].dtype == dtype for name, dtype in dtypes.items())
     if quantized is None and not source.packed and is_as_stored:
+        # All floats have their dtype already: the manifest points to the checkpoint's files.
         stale = [path for path in stale_files(out, ()) if path.name == WEIGHTS]
         _check_finite(source)
         pointers = _pointers(source, source.tensors, out)
@@ -126,9 +127,12 @@ def _quantized_tensors(
         if size == ROW:
             fits = len(place.shape) == 2
         else:
-            inner = 1 if quantization.mxfp4 else -1
-            inner = 0 if name in transposed else inner
-            fits = len(place.shape) in (2, 3) and place.shape[inner] % size == 0
+            in_features = -1  # the axis
+            if name in transposed:
+                in_features = 0
+            elif quantization.mxfp4:
+                in_features = 1
+            fits = len(place.shape) in (2, 3) and place.shape[in_features] % size == 0
         if not fits or place.dtype not in FLOAT_DTYPES:
             raise InputError(
                 f"{source.words(name)}: expected floats [out_features, in_features] with in_features a multiple of the "

@@ -57,8 +57,9 @@ class WeightInputs:
                     bound[name] = names[number * per_expert : (number + 1) * per_expert]
                 continue
             stack = slot_array(weights, names, shape)
+            tensor = names[0] if len(names) == 1 else None
             for number, name in enumerate(inputs):
-                tensors.add(name, names[0] if len(names) == 1 else None, number, stack)
+                tensors.add(name, tensor, number, stack)
                 bound[name] = [name]
         return tensors, bound
 
@@ -79,7 +80,9 @@ class _ExpertTensors:
         self._stacks[name] = tensor, number, stack
 
     def identity(self, name: str) -> Hashable:
-        return name if name in self._stacks else self._weights.identity(name)
+        if name in self._stacks:
+            return name
+        return self._weights.identity(name)
 
     def __getitem__(self, name: str) -> np.ndarray:
         if name not in self._stacks:
@@ -91,6 +94,8 @@ class _ExpertTensors:
         if name not in self._stacks:
             return self._weights.location(name)
         tensor, number, stack = self._stacks[name]
-        place = None if tensor is None else self._weights.location(tensor)
+        if tensor is None or (place := self._weights.location(tensor)) is None:
+            return None
+        path, offset, _ = place
         size = stack[number].nbytes
-        return None if place is None else (place[0], place[1] + number * size, size)
+        return path, offset + number * size, size

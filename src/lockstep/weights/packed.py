@@ -39,7 +39,6 @@ class Packed:
     arrays: Mapping[str, np.ndarray]
 
     def blocks(self) -> Iterator[slice]:
-        """Return the rows that are unpacked together, in order."""
         return row_blocks(self.shape)
 
     def integers(self, rows: slice) -> np.ndarray:
@@ -58,8 +57,9 @@ class Packed:
     def scales(self, rows: slice, group_size: int | None = None) -> np.ndarray:
         """Return the scales of some rows, float32 [rows, num_groups], repeated to groups of `group_size`."""
         scales = self.arrays["scales"]
-        row_scales = scales[rows] if self.packing.layout in ("packed", "int8") else scales[:, rows].T
-        return self._repeat_groups(np.ascontiguousarray(row_scales).astype(np.float32), group_size)
+        if self.packing.layout not in ("packed", "int8"):  # stored by columns
+            scales = scales.T
+        return self._repeat_groups(np.ascontiguousarray(scales[rows]).astype(np.float32), group_size)
 
     def zero_points(self, rows: slice, group_size: int | None = None) -> np.ndarray:
         """Return the zero points of some rows, int16 [rows, num_groups], for the groups of `scales`."""
@@ -139,8 +139,9 @@ class Packed:
 
     def _repeat_groups(self, values: np.ndarray, group_size: int | None) -> np.ndarray:
         """Repeat values [rows, num_groups] of the checkpoint's groups for smaller groups of `group_size`."""
-        num_groups = self.shape[1] // group_size if group_size else values.shape[1]
-        return np.repeat(values, num_groups // values.shape[1], axis=1)
+        if not group_size:
+            return values
+        return np.repeat(values, self.shape[1] // group_size // values.shape[1], axis=1)
 
 
 def row_blocks(shape: tuple[int, ...]) -> Iterator[slice]:

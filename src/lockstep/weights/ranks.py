@@ -54,4 +54,6 @@ class RankWeights:
         """Return (path of the file, offset in bytes, length in bytes) of a slot that is a whole tensor, else None."""
         is_whole = slot not in self._sharded.weights and (slot not in self._sharded.first or self._rank == 0)
         names = self._slots[slot]
-        return self._weights.location(names[0]) if is_whole and len(names) == 1 else None
+        if not is_whole or len(names) > 1:
+            return None
+        return self._weights.location(names[0])

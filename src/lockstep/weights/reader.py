@@ -130,8 +130,10 @@ class Weights:
         for name in quantized:
             parts |= {data_name(name), scales_name(name), zero_points_name(name), order_name(name)}
         for name in sorted({*self._tensors, *quantized} - parts):
-            array = self.dequantize(name) if data_name(name) in self._tensors else self[name]
-            yield name, array.T if name in self._transposed else array
+            array = self.dequantize(name) if name in quantized else self[name]
+            if name in self._transposed:
+                array = array.T
+            yield name, array
 
     def dequantize(self, name: str) -> np.ndarray:
         """Return the numbers of a quantised tensor, float32 [out_features, in_features].
@@ -175,7 +177,9 @@ class Weights:
 
     def _key(self, name: str) -> str:
         """Return a name as in the checkpoint: those of a bare decoder leave out its first part ("transformer.")."""
-        return name if name in self._tensors else name.partition(".")[2]
+        if name in self._tensors:
+            return name
+        return name.partition(".")[2]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())
@@ -203,8 +207,9 @@ class Weights:
         try:
             return self._tensors[self._key(name)]
         except KeyError:
-            near = difflib.get_close_matches(name, self.names(), n=3)
-            actual = f"the nearest are {', '.join(near)}" if near else f"{len(self)} others"
+            actual = f"{len(self)} others"
+            if near := difflib.get_close_matches(name, self.names(), n=3):
+                actual = f"the nearest are {', '.join(near)}"
             raise InputError(
                 f"{self.manifest_path}: expected tensor {name!r}, found none of this name "
                 f"({actual}); is this the checkpoint of this model?"
@@ -229,7 +234,7 @@ class Weights:
         return array
 
     def drop_pages(self) -> None:
-        """Give back the memory of what was read of the files; what is read again is mapped again."""
+        """Return the memory of mapped pages to the system; pages that are read later are mapped again."""
         for mapped in self._maps.values():
             cast(Any, mapped.base).obj.madvise(mmap.MADV_DONTNEED)
 

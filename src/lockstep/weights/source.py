@@ -44,7 +44,6 @@ class Source:
     transposed: Collection[str] = ()
 
     def files(self) -> list[str]:
-        """Return the files that hold tensors, sorted."""
         return sorted({place.file for place in self.manifest.tensors.values()})
 
     def with_transposed(self, names: Collection[str]) -> Source:

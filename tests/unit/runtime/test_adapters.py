@@ -457,7 +457,7 @@ def refused(lora: Results, folder: Path, max_lora_rank: int = 16, targets: Any =
 
 @pytest.mark.parametrize(("settings", "line"), [
     ({"use_dora": True}, "a LoRA without use_dora (DoRA scales the base's weights), found True"),
-    ({"modules_to_save": ["lm_head"]}, "a LoRA without modules_to_save (whole modules are saved beside the adapter)"),
+    ({"modules_to_save": ["lm_head"]}, "a LoRA without modules_to_save (whole modules are saved with the adapter)"),
     ({"trainable_token_indices": [1]}, "a LoRA without trainable_token_indices (rows of the embedding were trained)"),
     ({"bias": "all"}, "expected bias 'none', found 'all'"),
     ({"lora_bias": True}, "expected bias 'none', found True"),

@@ -60,7 +60,6 @@ class TrialProcess:
         self._ask({"kind": kind, "text": text, "around": around, "seconds": seconds}, seconds)
 
     def close(self) -> None:
-        """End the process."""
         if self.process is not None:
             self.process.kill()
             self.process.communicate()
