@@ -40,8 +40,11 @@ class Point:
 Series = Mapping[str, Sequence[Point]]
 
 
-def curves(title: str, x_title: str, series: Series, **options: Any) -> Markup:
-    """Draw points on two logarithmic scales, joined by lines; nothing where no point is above 0."""
+def curves(title: str, x_title: str, series: Series, x_ticks: Sequence[float] = (), **options: Any) -> Markup:
+    """Draw points on two logarithmic scales, joined by lines; nothing where no point is above 0.
+
+    x_ticks: in place of ticks that enclose the points.
+    """
     import pygal
 
     drawn = {}
@@ -60,7 +63,7 @@ def curves(title: str, x_title: str, series: Series, **options: Any) -> Markup:
         x_value_formatter=_short,
     )
     chart.y_labels = y_ticks
-    chart.x_labels = _ticks(point.x for point in all_points)
+    chart.x_labels = x_ticks or _ticks(point.x for point in all_points)
     for name, points in drawn.items():
         chart.add(name, [_pygal_point(point) for point in points])
     return _svg(chart)

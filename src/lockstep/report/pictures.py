@@ -27,7 +27,7 @@ def model_charts(details_of: Mapping[Target, Details], jobs: Sequence[JobState])
     deepest = {(target.precision, target.backend): target for target in sorted(details_of, key=_depth)}
     speeds: dict[str, list[Point]] = {}
     sizes: dict[str, list[Point]] = {}
-    for target in deepest.values():
+    for target in sorted(deepest.values(), key=lambda target: details_of[target].speed is None):  # colours by order
         details = details_of[target]
         error = _error_from_checkpoint(details)
         if error is None:
@@ -135,7 +135,8 @@ def _errors_by_position(details: Details) -> Markup:
 def _speed_by_requests(details: Details) -> Markup:
     speeds = getattr(details.speed, "by_requests", ())
     points = [Point(speed.requests, speed.decode_tokens_per_s) for speed in speeds]
-    return charts.curves("Speed, tokens/s", "requests that decode together", {"decoding": points})
+    requests = [point.x for point in points]
+    return charts.curves("Speed, tokens/s", "requests that decode together", {"decoding": points}, requests)
 
 
 def _stage_times(jobs: Sequence[JobState]) -> Markup:
