@@ -1,8 +1,8 @@
 # Snakemake with the workflow, and `lockstep serve`: every package of envs/requirements.txt, envs/kubernetes.txt and envs/openvino.txt.
 #
-#   docker build --tag lockstep:0.2.0 .
-#   docker build --tag lockstep:0.2.0 --build-arg TORCH=torch==2.13.0+cpu --build-arg PIP_EXTRA_INDEX_URL=... .
-#   docker build --tag lockstep-cuda:0.2.0 --target cuda .      # the same, and what the backend `cuda` runs with, from wheels
+#   docker build --tag lockstep:0.3.0 .
+#   docker build --tag lockstep:0.3.0 --build-arg TORCH=torch==2.13.0+cpu --build-arg PIP_EXTRA_INDEX_URL=... .
+#   docker build --tag lockstep-cuda:0.3.0 --target cuda .      # the same, and what the backend `cuda` runs with, from wheels
 #
 # docs/clusters.md says how to run it; docs/install.md which build of PyTorch to take.
 ARG BASE=docker.io/library/python:3.11.14-slim-bookworm@sha256:65a93d69fa75478d554f4ad27c85c1e69fa184956261b4301ebaf6dbb0a3543d

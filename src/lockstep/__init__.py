@@ -7,7 +7,7 @@ import importlib
 import os
 from typing import Any
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # Telemetry of other packages is off: set before they are imported, and for every child process. A value that the user
 # has set is kept. docs/network.md has the behaviour of each package.

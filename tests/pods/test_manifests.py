@@ -59,7 +59,7 @@ def test_what_kustomize_makes_is_valid(folder: Path, version: str) -> None:
         if document["kind"] in ("Deployment", "Job")
         for container in document["spec"]["template"]["spec"]["containers"]
     }
-    assert all(image.endswith(":0.2.0") for image in images) and images
+    assert all(image.endswith(":0.3.0") for image in images) and images
 
 
 def test_the_compose_file_is_valid_and_a_misspelt_one_is_not() -> None:

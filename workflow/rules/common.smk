@@ -57,7 +57,7 @@ try:
     PLAN = ask_package(
         "plan",
         {
-            "version": "0.2.0",
+            "version": "0.3.0",
             "config": config,
             "files": workflow.configfiles,
             "options": workflow.config_settings.config,
