@@ -23,7 +23,7 @@ from benchmarks.decode import prepare
 from benchmarks.measure import deliver, in_turn, ratios, read_json, spread, surroundings
 from benchmarks.shapes import checkpoint
 from lockstep import Advance, Assembly, Engine, Model, Request, Results, Sampling
-from lockstep.runtime.scheduler import Scheduled, Scheduler
+from lockstep.runtime.scheduler import Scheduled, Scheduler, SchedulerOptions
 from lockstep.step.pages import PagePool, PageTables
 
 OPTIONS = (
@@ -198,7 +198,7 @@ def _seconds(call: Any) -> float:
 
 def scheduler_microseconds(rows: int, steps: int = 300) -> float:
     """Return the median microseconds of the scheduler's share of a step. `rows` requests decode in the step."""
-    scheduler = Scheduler(PageTables(PagePool(rows * 40, 1), rows), rows, 2048, 256)
+    scheduler = Scheduler(PageTables(PagePool(rows * 40, 1), rows), SchedulerOptions(rows, 2048, 256))
     for _ in range(rows):
         scheduler.add(Scheduled(4, 2000))
     times = []

@@ -14,7 +14,7 @@ from lockstep.runtime.adapters import Adapters
 from lockstep.weights.adapters import LoadedAdapter
 from lockstep.weights.check_adapters import read_folder
 from lockstep_serve.frames import Load
-from lockstep_serve.say import fault_of
+from lockstep_serve.log import fault_of
 
 
 class ReadAdapter(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any
 
 from lockstep.artifacts.chat_template import ChatTemplate
 from lockstep.processes import environment
-from lockstep_serve.say import say
+from lockstep_serve.log import log
 from lockstep_serve.stream import StreamError
 from lockstep_serve.template_process import CPU_SECONDS, HEADER
 
@@ -53,7 +53,7 @@ class Chat:
                 await self._started()
         except (ChatError, _Lost) as error:
             self.fault = f"the model's chat template cannot be used: {error}"
-            say(f"no chat: {self.fault}; correct it and export again")
+            log.warning(f"no chat: {self.fault}; correct it and export again")
 
     async def stop(self) -> None:
         """End the process, and the chat that it renders."""

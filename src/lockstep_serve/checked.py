@@ -16,7 +16,7 @@ from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.verify.served.server import EngineFiles
 from lockstep_serve.run import listening
 from lockstep_serve.service import Service
-from lockstep_serve.settings import EngineOptions, ServiceLimits
+from lockstep_serve.settings import EngineOptions, ServiceLimits, ServiceOptions
 
 _MAX_QUEUE = 1000  # all of the check's requests at once
 _START_S = 300.0
@@ -34,19 +34,15 @@ class CheckedServer(Service):
 
 def open_server(files: EngineFiles, name: str) -> CheckedServer:
     """Return a server of an engine set, not started yet. name: of the model, in requests."""
-    return CheckedServer(
-        name,
-        Tokenizer.open(files.assembly),
-        EngineOptions(
-            files.engines,
-            files.assembly,
-            files.weights,
-            files.layers,
-            files.limits,
-            files.threads,
-            chunk_size=files.chunk_size,
-        ),
-        ServiceLimits(max_queue=_MAX_QUEUE, start=_START_S),
-        chat_template=ChatTemplate.open(files.assembly),
-        log=lambda line: None,  # the check itself kills the engine
+    engine = EngineOptions(
+        files.engines,
+        files.assembly,
+        files.weights,
+        files.layers,
+        files.limits,
+        files.threads,
+        chunk_size=files.chunk_size,
     )
+    limits = ServiceLimits(max_queue=_MAX_QUEUE, start=_START_S)
+    options = ServiceOptions(name, engine, limits, ChatTemplate.open(files.assembly))
+    return CheckedServer(options, Tokenizer.open(files.assembly))

@@ -10,6 +10,8 @@ the API process it ends.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import logging
 import signal
 import socket
 import sys
@@ -29,7 +31,7 @@ from lockstep.runtime.speculative import Speculative, open_speculation
 from lockstep_serve.adapter_loader import AdapterLoader, ReadAdapter
 from lockstep_serve.connection import Connection
 from lockstep_serve.frames import Abort, Add, Counters, Failed, Load, Loaded, Ready, Refused, Step, Unload
-from lockstep_serve.say import say
+from lockstep_serve.log import log, start_log
 from lockstep_serve.settings import EngineOptions
 
 TICK = 1.0  # seconds between the signs of life of an idle engine
@@ -41,6 +43,7 @@ def main() -> None:
     # The API process drains first and then ends this one; Ctrl-C at their terminal sends signals to both.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is a state to tell
     processes.share_interpreter()
     with socket.socket(fileno=int(sys.argv[1])) as end, contextlib.suppress(EOFError):
         connection = Connection(end)
@@ -65,6 +68,7 @@ def _fail(connection: Connection, error: str, message: str) -> None:
 
 def _serve(connection: Connection) -> None:
     options = connection.receive().options
+    start_log(options.log_level)
     engine, loader, ready = _open(options, connection.inbox.put)
     processes.freeze_heap()
     connection.send(ready)
@@ -119,8 +123,8 @@ def _open(options: EngineOptions, deliver: Callable[[ReadAdapter], None]) -> tup
         max_batch_size=model.max_batch_size,
         max_seq_len=model.max_seq_len,
         max_input_len=min(limits["max_input_len"] or model.max_seq_len, model.max_seq_len),
-        max_num_tokens=scheduler.max_num_tokens,
-        chunk_size=scheduler.chunk_size,
+        max_num_tokens=scheduler.options.max_num_tokens,
+        chunk_size=scheduler.options.chunk_size,
         prefix_caching=engine.prefix_caching,
         num_pages=pool.num_pages,
         prompt_logprobs=model.gives_all_logits,
@@ -152,6 +156,10 @@ class _Prepared(NamedTuple):
     request: PreparedRequest
 
 
+class _Describe:
+    """Asks for the state of the engine."""
+
+
 class _Loop:
     """The loop of the process: take what the inbox has, and step."""
 
@@ -168,6 +176,7 @@ class _Loop:
             Load: lambda frame: self._adapters.start(frame),
             Unload: lambda frame: self._adapters.adapters.remove(frame.name),
             ReadAdapter: self._add_adapter,
+            _Describe: self._describe,
         }
 
     @property
@@ -177,13 +186,21 @@ class _Loop:
 
     def run(self) -> None:
         self._connection.start(self._prepare)
+        # Between steps; where the process hangs, it says at least where.
+        signal.signal(signal.SIGUSR1, lambda *_: self._connection.inbox.put(_Describe()))
+        if sys.stderr is not None:
+            faulthandler.register(signal.SIGUSR1, chain=True)
         while True:
-            for item in self._connection.take(0.0 if self._engine.has_work else TICK):
-                self._handlers[type(item)](item)
-            if self._engine.has_work:
-                self._step()
-            elif time.monotonic() - self._last_sent >= TICK:
-                self._send_step(Step(self._counters()))
+            self.turn()
+
+    def turn(self) -> None:
+        """Take what the inbox has, and step if there are requests, else wait for the inbox."""
+        for item in self._connection.take(0.0 if self._engine.has_work else TICK):
+            self._handlers[type(item)](item)
+        if self._engine.has_work:
+            self._step()
+        elif time.monotonic() - self._last_sent >= TICK:
+            self._send_step(Step(self._counters()))
 
     def _step(self) -> None:
         engine = self._engine
@@ -191,6 +208,12 @@ class _Loop:
         self._warn_of_speculation()
         for number, message in engine.refused:
             self._connection.send(Refused(number, message, message.partition(":")[0]))
+        if log.isEnabledFor(logging.DEBUG):
+            for number, num_cached in engine.admitted:
+                log.debug("request %d: admitted, %d tokens cached", number, num_cached)
+            for token in tokens:
+                if token.finish:
+                    log.debug("request %d: choice %d ended by %s", token.request, token.choice, token.finish)
         is_news = tokens or engine.admitted or engine.prompt_logprobs
         if is_news or time.monotonic() - self._last_sent >= TICK:
             entries = [(token.request, token.choice, token.token, token.finish, token.logprobs) for token in tokens]
@@ -209,7 +232,13 @@ class _Loop:
         except InputError as error:
             return Refused(frame.id, str(error))
 
+    def _describe(self, _: _Describe) -> None:
+        for line in self._engine.describe():
+            log.info(line)
+
     def _add(self, prepared: _Prepared) -> None:
+        request = prepared.request.request
+        log.debug("request %d (%s): %d tokens", prepared.id, request.id, len(request.prompt_ids))
         try:
             self._engine.add(prepared.request, prepared.id)
         except InputError as error:
@@ -230,7 +259,7 @@ class _Loop:
         speculation = self._engine.speculation
         if speculation is not None and speculation.failure and not self._has_warned:
             self._has_warned = True
-            say(speculation.failure)
+            log.warning(speculation.failure)
 
     def _counters(self) -> Counters:
         engine = self._engine

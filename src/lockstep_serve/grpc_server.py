@@ -20,7 +20,7 @@ from lockstep_serve.ended_requests import CLIENT_GONE, EndedRequest
 from lockstep_serve.grpc_messages import MESSAGES, SERVICE
 from lockstep_serve.grpc_reader import write
 from lockstep_serve.kserve import SEQUENCE, repository_index, server_metadata
-from lockstep_serve.say import fault_of, say
+from lockstep_serve.log import fault_of, log
 from lockstep_serve.stream import Stream, StreamError
 from lockstep_serve.tensors import Tensor, check_declaration, check_parameters, from_bytes, from_list, of, to_bytes
 from lockstep_serve.triton_infer import InferResponse, Triton
@@ -220,7 +220,7 @@ class GrpcServer:
         except StreamError as error:  # fails this request; the others of the stream go on
             await send(_failed(request, error.message), None)
         except Exception as error:  # the client must not wait for ever; if it is gone, sending fails
-            say(f"ModelStreamInfer: {fault_of(error)}")
+            log.error(f"ModelStreamInfer: {fault_of(error)}")
             with contextlib.suppress(Exception):
                 await send(_failed(request, "the server failed; its log says why"), None)
 

@@ -10,7 +10,7 @@ import pydantic_core
 
 from lockstep_serve.bodies import BadRequest
 from lockstep_serve.chat import ChatError
-from lockstep_serve.say import say_once
+from lockstep_serve.log import log_once
 from lockstep_serve.service import Service
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -74,7 +74,7 @@ def template_messages(value: Any) -> list[dict[str, Any]]:
         if role not in _ROLES:
             raise _invalid(where, f"an object with a role: {', '.join(_ROLES)}", role)
         if role == "tool" and not _has_call(message, messages):
-            say_once("a tool's result without its call, as of a trimmed chat, goes to the chat template as it is")
+            log_once("a tool's result without its call, as of a trimmed chat, goes to the chat template as it is")
         turn = {name: entry for name, entry in message.items() if entry is not None}
         if role == "developer":  # OpenAI's newer name for it, which templates do not know
             turn["role"] = "system"

@@ -17,7 +17,7 @@ from lockstep.runtime.request import Request
 from lockstep.step.sampling import Sampling
 from lockstep_serve.bodies import BadRequest, Unsupported, bad_request
 from lockstep_serve.grammar import grammar_of
-from lockstep_serve.say import say_once
+from lockstep_serve.log import log_once
 from lockstep_serve.service import Service
 from lockstep_serve.stream import PromptRequest
 from lockstep_serve.words import check_words
@@ -102,7 +102,7 @@ class Parameters(msgspec.Struct, kw_only=True):
             limit = self.max_tokens
         if limit != -1:
             return limit
-        say_once("max_tokens -1 is taken as null: as many tokens as fit")
+        log_once("max_tokens -1 is taken as null: as many tokens as fit")
         return None
 
     @property
@@ -117,12 +117,16 @@ class Parameters(msgspec.Struct, kw_only=True):
 
 
 def request_id(body: Parameters, header: str | None) -> str:
-    """Return the id of a request, from the header or the body, else a random one. Raises BadRequest for the body's."""
+    """Return the id of a request, from the header or the body, else a random one, and keep it in the body.
+
+    Raises BadRequest for the body's.
+    """
     if body.request_id is not None and not _ID.fullmatch(body.request_id):
         raise BadRequest("request_id: expected 1 to 128 visible ASCII characters, found others", "request_id")
     if header is not None and _ID.fullmatch(header):
-        return header
-    return body.request_id or secrets.token_hex(12)
+        body.request_id = header
+    body.request_id = body.request_id or secrets.token_hex(12)
+    return body.request_id
 
 
 def longest_prompt(service: Service) -> int:
@@ -170,6 +174,7 @@ def prompt_requests(
                 prompt_logprobs=prompt_logprobs,
                 cache_salt=salt,
                 adapter=adapter,
+                id=body.request_id or "",
             )
             check_ranges(request, ready, min(ready.max_input_len, longest), ready.max_seq_len)
             expect("min_tokens", sampling.min_tokens, 0, request.max_new_tokens)
@@ -187,7 +192,7 @@ def _sampling(body: Parameters) -> Sampling:
     values["bad_words"] = tuple(body.bad_words or ())
     values.setdefault("temperature", 1.0)
     if values.get("seed") == -1:
-        say_once("seed -1 is taken as null: one is drawn")
+        log_once("seed -1 is taken as null: one is drawn")
         del values["seed"]
     values.setdefault("seed", secrets.randbits(63))
     bias = body.logit_bias or {}

@@ -38,7 +38,7 @@ class _CountingTransport:
         Ours queues megabytes, and accepts no more until a third of them has left: `write` alone says too little.
         """
         queued = b"\0" * 4
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # the latter of a socket that is closed
             queued = fcntl.ioctl(self.get_extra_info("socket").fileno(), termios.TIOCOUTQ, queued)
         return self._num_written - self.get_write_buffer_size() - int.from_bytes(queued, sys.byteorder)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lockstep.errors import InputError
 from lockstep_serve.ended_requests import EndedRequest
-from lockstep_serve.say import say
+from lockstep_serve.log import log
 
 _MAX_LINES = 1 << 14  # that may wait for the disk
 _SECONDS = 2.0  # that the last lines may take when the server ends
@@ -83,4 +83,4 @@ class RequestLog:
     def _warn(self, reason: str) -> None:
         if not self._has_warned:
             self._has_warned = True
-            say(f"{self._path}: request log: lines are lost: {reason}")
+            log.warning(f"{self._path}: request log: lines are lost: {reason}")

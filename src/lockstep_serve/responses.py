@@ -13,8 +13,8 @@ import msgspec
 
 from lockstep_serve.blocks import Block, BlockAnswer, BlockEvent, chat_form, rename_param
 from lockstep_serve.bodies import BadRequest, Unsupported, error_response
+from lockstep_serve.log import log_once
 from lockstep_serve.openai_chat import ChatBody
-from lockstep_serve.say import say_once
 from lockstep_serve.service import Service
 from lockstep_serve.stream import Stream, StreamError
 
@@ -75,9 +75,9 @@ def responses_chat(body: ResponsesBody) -> ChatBody:
     if unknown := [name for name in body.include or () if name not in _INCLUDE]:
         raise BadRequest(f"include: expected {_INCLUDE[0]} alone, found {unknown[0][:60]!r}", "include")
     if body.store:
-        say_once("store true is taken, and answered as not stored: nothing is kept between requests")
+        log_once("store true is taken, and answered as not stored: nothing is kept between requests")
     if body.truncation not in (None, "disabled"):
-        say_once("truncation is taken as disabled: an input that is too long is refused")
+        log_once("truncation is taken as disabled: an input that is too long is refused")
     tools = [tool for tool in body.tools or () if tool.get("type") == "function"]
     messages = _messages(body.input)
     if body.instructions is not None:
@@ -109,7 +109,7 @@ def _warning(body: ResponsesBody) -> dict[str, str]:
     kinds = sorted({ascii(tool.get("type"))[:60] for tool in body.tools or () if tool.get("type") != "function"})
     if not kinds:
         return {}
-    say_once("tools that are no functions are left out of what the model is told, as of Codex CLI")
+    log_once("tools that are no functions are left out of what the model is told, as of Codex CLI")
     return {"warning": f"tools of these types are left out, for this server runs none: {', '.join(kinds)}"[:512]}
 
 

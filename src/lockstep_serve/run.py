@@ -155,6 +155,7 @@ class _Lifecycle:
             await http.start(sockets)
             if grpc is not None:
                 await grpc.start()
+            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, service.describe)
             processes.freeze_heap()
             say(self._ready_line(sockets, grpc))
             failed = asyncio.create_task(service.ended.wait())

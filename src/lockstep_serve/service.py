@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from lockstep.artifacts.chat_template import ChatTemplate
 from lockstep.errors import CheckError, LockstepError
 from lockstep.runtime.request import NOT_FINITE
 from lockstep.runtime.tokenizer import Tokenizer
@@ -21,10 +21,10 @@ from lockstep_serve.chat import Chat
 from lockstep_serve.ended_requests import Observer
 from lockstep_serve.frames import Abort, Add, Counters, Frame, Loaded, Ready, Refused, Step
 from lockstep_serve.link import EngineLink
+from lockstep_serve.log import fault_of, log
 from lockstep_serve.metrics import Infos, Metrics
 from lockstep_serve.reasoning import reasoning_format
-from lockstep_serve.say import fault_of, say
-from lockstep_serve.settings import EngineOptions, ServiceLimits
+from lockstep_serve.settings import ServiceOptions
 from lockstep_serve.stream import TENANT, PromptRequest, Stream, StreamError
 from lockstep_serve.tool_formats import tool_format
 
@@ -38,46 +38,28 @@ _MAX_RETRY_AFTER_S = 60
 class Service:
     """The requests of all APIs, and the engine that runs them."""
 
-    def __init__(
-        self,
-        name: str,
-        tokenizer: Tokenizer,
-        engine_options: EngineOptions,
-        limits: ServiceLimits,
-        metrics_prefix: str = "lockstep",
-        chat_template: ChatTemplate | None = None,
-        log: Callable[[str], None] = say,
-        observers: Sequence[Observer] = (),
-        adapter_root: Path | None = None,
-        tool_call_parser: str | None = None,
-        reasoning_parser: str | None = None,
-    ):
+    def __init__(self, options: ServiceOptions, tokenizer: Tokenizer, observers: Sequence[Observer] = ()):
         """Describe the service; `start` starts its engine.
 
-        name: of the model, in requests. engine_options: of the engine process (see `EngineLink.start`).
-        chat_template: None where chats are refused. log: gets a line when the engine dies, and when it does not start
-        again. observers: are called with each request that has ended. adapter_root: see `Adapters`.
-        tool_call_parser, reasoning_parser: names of formats; None: recognise them from the chat template. Raises
-        InputError for an unknown name.
+        observers: are called with each request that has ended. Raises InputError for the unknown name of a format.
         """
-        self.name = name
+        self.name = options.name
         self.tokenizer = tokenizer
-        self.limits = limits
-        self.chat = Chat(chat_template)
-        template = chat_template.template if chat_template is not None else ""
-        self.tool_format = tool_format(tool_call_parser, template)
-        self.reasoning_format = reasoning_format(reasoning_parser, template)
+        self.limits = options.limits
+        self.chat = Chat(options.chat_template)
+        template = options.chat_template.template if options.chat_template is not None else ""
+        self.tool_format = tool_format(options.tool_call_parser, template)
+        self.reasoning_format = reasoning_format(options.reasoning_parser, template)
         self._ready: Ready | None = None
         self.counters = Counters()  # of the engine's last step
         self._earlier = Counters()  # totals of the engines that died
         self.draining = False
         self.restarts = 0
         self.created = int(time.time())
-        self.metrics = Metrics(name, self._read(), self._infos(), self.drafts, metrics_prefix)
+        self.metrics = Metrics(self.name, self._read(), self._infos(), self.drafts, options.metrics_prefix)
         self.observers = observers
-        self.engine_options = engine_options
-        self._log = log
-        self.adapters = Adapters(name, adapter_root, self._is_used)
+        self.engine_options = options.engine
+        self.adapters = Adapters(self.name, options.adapter_root, self._is_used)
         self._link: EngineLink | None = None
         self._restarting = False  # an engine is being started, and no attempt has failed yet
         self._numbers = itertools.count()
@@ -135,6 +117,15 @@ class Service:
         await self.chat.stop()
         if self._link is not None:
             await self._link.stop()
+
+    def describe(self) -> None:
+        """Log what runs and waits, here and in the engine process."""
+        if self._link is not None:
+            os.kill(self._link.pid, signal.SIGUSR1)
+        log.info(
+            f"service: {len(self._streams)} streams, {self._num_running} answers running, {self._num_waiting} prompts "
+            f"of {self._waiting_tokens} tokens waiting, {self.restarts} restarts"
+        )
 
     async def drain(self, seconds: float) -> None:
         """Take no new requests, and wait up to `seconds` for the running ones."""
@@ -298,7 +289,7 @@ class Service:
         options = replace(self.engine_options, loaded=self.adapters.to_load())
         link, self._ready = await EngineLink.start(options, self.limits.start)
         for line in self.adapters.engine_started(link, self._ready):
-            self._log(line)
+            log.warning(line)
         self._link = link
 
     async def _supervise(self) -> None:
@@ -317,7 +308,7 @@ class Service:
             self._earlier = Counters(**{name: self.total(name) for name in _TOTALS}, drafts=self.drafts())
             self.counters = Counters()
             code = await dead.stop()
-            self._log(f"engine process {dead.pid} died: {reason or f'it ended with code {code}'}; starting another")
+            log.error(f"engine process {dead.pid} died: {reason or f'it ended with code {code}'}; starting another")
             self._record_crash()
             self._restarting = True
             backoff = 0.5
@@ -326,7 +317,7 @@ class Service:
                     await self._open()
                 except (LockstepError, OSError) as error:
                     self._restarting = False
-                    self._log(f"the engine does not start: {error}")
+                    log.error(f"the engine does not start: {error}")
                     self._fail_all(StreamError("the engine died and does not start again"))
                     await asyncio.sleep(backoff)
                     backoff = min(2 * backoff, _MAX_BACKOFF_S)
@@ -408,7 +399,7 @@ class Service:
             try:
                 num_tokens += self._add_token(prompt, choice, token, finish, token_logprobs, now)
             except Exception as error:  # fails this answer; the others of the step go on
-                self._log(f"a token cannot be handled: {fault_of(error)}")
+                log.error(f"a token cannot be handled: {fault_of(error)}")
                 self._fail(prompt.stream, StreamError("the server failed; its log says why"))
         if num_tokens:
             self._num_measured += num_tokens
@@ -521,7 +512,7 @@ class Service:
                 elif stream.sending_since is not None and now - stream.sending_since > self.limits.slow_reader:
                     self.cancel(stream)
             if self._link is not None and now - self._link.last_frame > self.limits.stall:
-                self._log(f"engine process {self._link.pid} gave no sign of life for {self.limits.stall:g} s")
+                log.error(f"engine process {self._link.pid} gave no sign of life for {self.limits.stall:g} s")
                 self._link.kill()
 
     def _measure(self, now: float) -> None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from lockstep.artifacts.chat_template import ChatTemplate
 
 
 @dataclass(frozen=True)
@@ -16,7 +20,7 @@ class EngineOptions:
     max_num_tokens, max_input_len. loaded: name, folder and SHA-256 of each adapter that an earlier engine process had
     loaded. threads: of the CPU. kv_bytes: of the KV cache, or a fraction below 1 of the free memory. chunk_size,
     long_prefill_token_threshold: in tokens. grammar_seconds: that a grammar may take to compile. speculative: the
-    fields of `Speculative`, None for no drafts. None elsewhere: the default.
+    fields of `Speculative`, None for no drafts. log_level: see `start_log`. None elsewhere: the default.
     """
 
     engines: str
@@ -35,6 +39,7 @@ class EngineOptions:
     checkpoint: str | None = None
     loaded: Sequence[tuple[str, str, str]] = ()
     speculative: Mapping[str, Any] | None = None
+    log_level: str = "info"
 
 
 @dataclass(frozen=True)
@@ -52,3 +57,22 @@ class ServiceLimits:
     stall: float = 60.0
     start: float = 600.0
     slow_reader: float = 60.0
+
+
+@dataclass(frozen=True)
+class ServiceOptions:
+    """What a service serves, and how.
+
+    name: of the model, in requests. engine: of the engine process. chat_template: None where chats are refused.
+    adapter_root: see `Adapters`. tool_call_parser, reasoning_parser: names of formats; None: recognise them from the
+    chat template.
+    """
+
+    name: str
+    engine: EngineOptions
+    limits: ServiceLimits = ServiceLimits()
+    chat_template: ChatTemplate | None = None
+    metrics_prefix: str = "lockstep"
+    adapter_root: Path | None = None
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep_serve.bodies import BadRequest
-from lockstep_serve.say import say_once
+from lockstep_serve.log import log_once
 from lockstep_serve.tool_formats import FORMATS
 from lockstep_serve.tool_formats.base import ToolFormat
 
@@ -108,7 +108,7 @@ def _without_nulls(tool: Any, where: str) -> Any:
     cleaned = _schema_without_nulls(schema)
     if cleaned == schema:
         return tool
-    say_once("null as properties, required or items of a tool's schema is taken as absent")
+    log_once("null as properties, required or items of a tool's schema is taken as absent")
     return {**tool, "function": {**function, "parameters": cleaned}}
 
 
@@ -137,7 +137,7 @@ def _depth(value: Any) -> int:
 
 def _chosen(choice: Any, schemas: Mapping[str, Any]) -> tuple[str, bool]:
     if choice == "any":  # Mistral's name, and Anthropic's
-        say_once('tool_choice "any" is taken as "required"')
+        log_once('tool_choice "any" is taken as "required"')
         choice = "required"
     if choice is None or (isinstance(choice, str) and choice in _CHOICES):
         return choice or "auto", False

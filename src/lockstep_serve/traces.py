@@ -21,7 +21,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 import lockstep
 from lockstep.errors import InputError
 from lockstep_serve.ended_requests import EndedRequest
-from lockstep_serve.say import say
+from lockstep_serve.log import log
 
 _PATH = "/v1/traces"
 _SECONDS = 2.0  # that the last spans may take when the server ends
@@ -38,7 +38,7 @@ class _FirstWarning(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if not self._has_warned:
             self._has_warned = True
-            say(f"traces: spans are lost: {' '.join(record.getMessage().split())[:300]}")
+            log.warning(f"traces: spans are lost: {' '.join(record.getMessage().split())[:300]}")
 
 
 class Traces:

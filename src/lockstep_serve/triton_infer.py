@@ -76,7 +76,7 @@ class Triton:
         return inference
 
     async def _infer(self, request: InferRequest) -> Inference:
-        batch = Batch(request.model, request.inputs, self.service.ready.max_batch_size)
+        batch = Batch(request, self.service.ready.max_batch_size)
         outputs = request.outputs
         check_outputs(request)
         if request.model.name in ("preprocessing", "postprocessing"):

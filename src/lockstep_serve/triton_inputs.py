@@ -65,11 +65,13 @@ class Prompt:
 class Batch:
     """The checked inputs of a model, by name and number of the prompt."""
 
-    def __init__(self, model: Model, inputs: Mapping[str, Tensor], max_batch_size: int):
+    def __init__(self, request: InferRequest, max_batch_size: int):
         """Check the inputs. Raises BadRequest for names, datatypes, shapes and values that the model does not take."""
+        model = request.model
+        self.id = request.id
         self._tensors: dict[str, np.ndarray] = {}
         sizes: dict[str, int] = {}
-        for input_name, tensor in inputs.items():
+        for input_name, tensor in request.inputs.items():
             spec = model.inputs.get(input_name)
             if spec is None:
                 raise BadRequest(
@@ -202,7 +204,7 @@ def _prompt(batch: Batch, number: int, service: Service, fold_ids: bool, lora: A
     adapter = _adapter(batch, number, service, lora)
     try:
         sampling = _sampling(batch, number, bias, bad_words, log_probs)
-        request = Request(ids, max_new_tokens, None, frozenset(ends), sampling, n, adapter=adapter)
+        request = Request(ids, max_new_tokens, None, frozenset(ends), sampling, n, adapter=adapter, id=batch.id)
         check_ranges(request, ready, min(ready.max_input_len, ready.max_seq_len - 1))
         expect_tokens("stop_words", list(itertools.chain.from_iterable(stop_ids)), vocab_size)
     except InputError as error:

@@ -26,7 +26,7 @@ from lockstep.runtime.grammar.matcher import GrammarCompiler
 from lockstep.runtime.model import Model, fitting_chunk_size
 from lockstep.runtime.prefix import chunk_keys, root_key
 from lockstep.runtime.request import PreparedRequest, Request, Speed, Token
-from lockstep.runtime.scheduler import Admission, Scheduled, Scheduler, SchedulerOutput, Status
+from lockstep.runtime.scheduler import Admission, Scheduled, Scheduler, SchedulerOptions, SchedulerOutput, Status
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.step.advance import PREVIOUS_TOKEN, Advance
 from lockstep.step.logits_pipeline import Sampler, choose, log_probabilities
@@ -76,7 +76,7 @@ class Engine:
                 whole chunks; by default one chunk on a CPU, no limit on a GPU.
             grammars: compiles the grammars of requests.
             speculation: proposes draft tokens. Answers are bit-identical with and without it.
-            lookahead: see `Scheduler`.
+            lookahead: see `SchedulerOptions`.
             samples_on_host: on a GPU too, choose from logits whatever is more than a draw, so that tokens have them. It
                 is implied by speculation, where each token must be that of a step without drafts.
 
@@ -101,18 +101,18 @@ class Engine:
             # On a CPU a step's time grows with its tokens, so single chunks delay other requests least. On a GPU a
             # step has a fixed cost, and a few long steps delay fewer tokens of other requests than many short ones.
             long_prefill_token_threshold = chunk_size
-        self._scheduler = Scheduler(
-            model.tables,
+        options = SchedulerOptions(
             model.max_batch_size,
             budget,
             chunk_size,
             admission,
             long_prefill_token_threshold,
-            model.adapters.residency if model.adapters is not None else None,
             None if model.engines.backend.on_host else _MAX_PREFILL_TOKENS,
             compacts=bool(model.tables.shares) and not model.has_state,
             lookahead=lookahead,
         )
+        residency = model.adapters.residency if model.adapters is not None else None
+        self._scheduler = Scheduler(model.tables, options, residency)
         self._max_prompt_len = model.max_seq_len
         if max_input_len is not None:
             self._max_prompt_len = min(max_input_len, model.max_seq_len)
@@ -172,9 +172,9 @@ class Engine:
         model.check_adapter(request.adapter)
         prompt = np.asarray(request.prompt_ids)
         prefix: list[bytes] = []
-        if self.prefix_caching and request.prompt_logprobs is None and len(prompt) > self._scheduler.chunk_size:
+        if self.prefix_caching and request.prompt_logprobs is None and len(prompt) > self._scheduler.options.chunk_size:
             adapter = model.adapters.digest(request.adapter) if model.adapters is not None else None
-            prefix = chunk_keys(self._root_key(request.cache_salt, adapter), prompt, self._scheduler.chunk_size)
+            prefix = chunk_keys(self._root_key(request.cache_salt, adapter), prompt, self._scheduler.options.chunk_size)
         samplers = self._samplers(request, prompt)
         return PreparedRequest(request, prompt, prefix, samplers, self._bad_words(request, prompt))
 
@@ -197,6 +197,23 @@ class Engine:
                 word_filter.push(token)
             filters.append(word_filter)
         return filters
+
+    def describe(self) -> Iterator[str]:
+        """Yield a line about the engine, and one about each choice that has not ended."""
+        scheduler = self._scheduler
+        tables = scheduler.tables
+        pool = tables.pool
+        yield (
+            f"engine: {scheduler.num_running} running, {scheduler.num_waiting} waiting, {len(self._compiling)} with "
+            f"grammars that compile; {pool.num_available} of {pool.num_pages} pages free, {pool.num_cached} cached"
+        )
+        for scheduled, choice in self._choices.items():
+            num_pages = len(tables[scheduled.slot]) if scheduled.slot >= 0 else 0
+            yield (
+                f"request {choice.index} ({choice.request.id}): choice {choice.number} {scheduled.status.name.lower()} "
+                f"in slot {scheduled.slot}, {num_pages} pages, {scheduled.num_computed} tokens computed of "
+                f"{scheduled.num_prompt_tokens} of its prompt and {len(choice.answer)} of its answer"
+            )
 
     def add(self, request: Request | PreparedRequest, index: int | None = None) -> int:
         """Queue a request and return its number.
@@ -503,7 +520,7 @@ class Engine:
 
     @property
     def _max_verified(self) -> int:
-        return min(self._model.max_verify_tokens, self._scheduler.max_num_tokens)
+        return min(self._model.max_verify_tokens, self._scheduler.options.max_num_tokens)
 
     def _forget_drafts(self, choice: ActiveChoice) -> None:
         if self.speculation is not None:

@@ -35,7 +35,7 @@ class Request:
     grammar: constrains each choice, which ends where the grammar allows no further token.
     prompt_logprobs: return log-probabilities of the prompt's tokens, and of this many top tokens
         (`Engine.prompt_logprobs`); max_new_tokens may then be 0.
-    adapter: name of a LoRA adapter, or None.
+    adapter: name of a LoRA adapter, or None. id: the client's, for logs.
     """
 
     prompt_ids: Sequence[int] | np.ndarray
@@ -51,6 +51,7 @@ class Request:
     grammar: Grammar | None = None
     prompt_logprobs: int | None = None
     adapter: str | None = None
+    id: str = ""
 
 
 @dataclass(frozen=True)

@@ -106,63 +106,59 @@ class SchedulerOutput:
     drafts: Mapping[Scheduled, Sequence[int]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class SchedulerOptions:
+    """How steps are filled.
+
+    max_num_tokens: token budget of one step. long_prefill_token_threshold: limit of tokens of one prompt in a step in
+    which others decode, rounded down to whole chunks, at least one; None for no limit. max_prefill_tokens: limit of
+    tokens of all prompts in such a step, at least a chunk, unless prompts pile up (`_PILE_FACTOR`); None for no limit.
+    compacts: whether requests may be moved to lower slots, as a step computes all rows up to the highest slot.
+    lookahead: tokens for which optimistic admission reserves pages beyond those held; None: `LOOKAHEAD`.
+
+    Raises InputError: a step has no room for a token of each request, or for a chunk while all others decode; a
+    threshold below 1.
+    """
+
+    num_slots: int
+    max_num_tokens: int
+    chunk_size: int
+    admission: Admission = "guaranteed"
+    long_prefill_token_threshold: int | None = None
+    max_prefill_tokens: int | None = None
+    compacts: bool = False
+    lookahead: int | None = None
+
+    def __post_init__(self) -> None:
+        room = self.max_num_tokens - self.num_slots + 1
+        if room < 1:
+            raise InputError(
+                f"max_num_tokens: expected at least max_batch_size ({self.num_slots}), found {self.max_num_tokens}"
+            )
+        if not 1 <= self.chunk_size <= room:
+            raise InputError(
+                f"chunk_size: expected 1 to {room} (max_num_tokens {self.max_num_tokens}, and a token of each of "
+                f"{self.num_slots - 1} other requests), found {self.chunk_size}"
+            )
+        if self.long_prefill_token_threshold is not None and self.long_prefill_token_threshold < 1:
+            raise InputError(
+                f"long_prefill_token_threshold: expected at least 1, found {self.long_prefill_token_threshold}; "
+                "leave it out for no limit"
+            )
+
+
 class Scheduler:
     """Schedules requests, and allocates their slots and pages from `tables`."""
 
-    def __init__(
-        self,
-        tables: PageTables,
-        num_slots: int,
-        max_num_tokens: int,
-        chunk_size: int,
-        admission: Admission = "guaranteed",
-        long_prefill_token_threshold: int | None = None,
-        residency: Residency | None = None,
-        max_prefill_tokens: int | None = None,
-        compacts: bool = False,
-        lookahead: int | None = None,
-    ):
-        """Make a scheduler without requests.
-
-        Args:
-            max_num_tokens: token budget of one step.
-            long_prefill_token_threshold: limit of tokens of one prompt in a step in which others decode, rounded down
-                to whole chunks, at least one; None for no limit.
-            residency: slots of the adapters; None without adapters.
-            max_prefill_tokens: limit of tokens of all prompts in such a step, at least a chunk, unless prompts pile up
-                (`_PILE_FACTOR`); None for no limit.
-            compacts: whether requests may be moved to lower slots, as a step computes all rows up to the highest slot.
-            lookahead: tokens for which optimistic admission reserves pages beyond those held; None: `LOOKAHEAD`.
-
-        Raises:
-            InputError: a step has no room for a token of each request, or for a chunk while all others decode; a
-                threshold below 1.
-        """
-        if max_num_tokens < num_slots:
-            raise InputError(f"max_num_tokens: expected at least max_batch_size ({num_slots}), found {max_num_tokens}")
-        if not 1 <= chunk_size <= max_num_tokens - num_slots + 1:
-            raise InputError(
-                f"chunk_size: expected 1 to {max_num_tokens - num_slots + 1} (max_num_tokens {max_num_tokens}, and a "
-                f"token of each of {num_slots - 1} other requests), found {chunk_size}"
-            )
-        if long_prefill_token_threshold is not None and long_prefill_token_threshold < 1:
-            raise InputError(
-                f"long_prefill_token_threshold: expected at least 1, found {long_prefill_token_threshold}; "
-                "leave it out for no limit"
-            )
-        self.long_prefill_token_threshold = long_prefill_token_threshold
+    def __init__(self, tables: PageTables, options: SchedulerOptions, residency: Residency | None = None):
+        """Make a scheduler without requests; residency: slots of the adapters, None without adapters."""
+        self.options = options
         self.tables = tables
-        self.max_num_tokens = max_num_tokens
         self.residency = residency
-        self.chunk_size = chunk_size
-        self.admission = admission
-        self._max_prefill_tokens = max_prefill_tokens
+        self._lookahead = LOOKAHEAD if options.lookahead is None else options.lookahead
         self.num_swaps = 0
-        self._compacts = compacts
-        self._lookahead = LOOKAHEAD if lookahead is None else lookahead
         # A heap: low slots first, so that decoding rows are adjacent.
-        self._free_slots = list(range(num_slots))
-        self._num_slots = num_slots
+        self._free_slots = list(range(options.num_slots))
         # A heap for each adapter.
         self._waiting: dict[str | None, list[tuple[tuple[int, int], Scheduled]]] = {}
         self._num_waiting = 0
@@ -177,7 +173,7 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Return how many requests (each choice counts) hold a slot."""
-        return self._num_slots - len(self._free_slots)
+        return self.options.num_slots - len(self._free_slots)
 
     @property
     def num_waiting(self) -> int:
@@ -201,9 +197,10 @@ class Scheduler:
                 f"{request.max_tokens - request.num_prompt_tokens} more, {1 + len(request.siblings)} times; "
                 f"ask for less, or give kv_bytes {needed * self.tables.pool.page_nbytes} or more"
             )
-        if len(request.siblings) >= self._num_slots:
+        if len(request.siblings) >= self.options.num_slots:
             raise InputError(
-                f"n: expected at most {self._num_slots} choices (max_batch_size), found {1 + len(request.siblings)}"
+                f"n: expected at most {self.options.num_slots} choices (max_batch_size), "
+                f"found {1 + len(request.siblings)}"
             )
         request.order = (request.priority * AGEING_STEPS + self._steps, self._arrivals)
         for sibling in request.siblings:
@@ -247,7 +244,7 @@ class Scheduler:
 
         The caller copies its cache to the host, calls `swapped_out`, and calls this again.
         """
-        if self.admission == "guaranteed":
+        if self.options.admission == "guaranteed":
             return None
         tables = self.tables
         ends = self._ends_on_new_pages()
@@ -273,7 +270,7 @@ class Scheduler:
         False while requests wait: they will take the free slots.
         """
         count = len(self._running)
-        if not self._compacts or not count or len(self._free_slots) < count or self.num_waiting:
+        if not self.options.compacts or not count or len(self._free_slots) < count or self.num_waiting:
             return False
         highest = max(request.slot for request in self._running)
         return highest >= 1 << (count - 1).bit_length() and not any(map(_is_forking, self._running))
@@ -301,14 +298,14 @@ class Scheduler:
         """
         self._steps += 1
         step = SchedulerOutput()
-        if self.admission == "optimistic":
+        if self.options.admission == "optimistic":
             # Running requests come before new ones; `victim` has made room for these pages.
             self.tables.reserve(self._ends_on_new_pages())
         all_swapped_in, adapters_blocked = self._swap_in(step)
         if all_swapped_in:
             self._admit(step, adapters_blocked)
         step.shares = [(request, 1) for request in self._running if request.decodes]
-        budget = self.max_num_tokens - len(step.shares)
+        budget = self.options.max_num_tokens - len(step.shares)
         decoding = bool(step.shares)
         if len(step.shares) < len(self._running):
             if decoding:
@@ -333,10 +330,10 @@ class Scheduler:
 
     def _prefill_budget(self, budget: int) -> int:
         """Limit the prompt tokens of a step in which requests decode, since these wait for all of it."""
-        limit = self._max_prefill_tokens
+        limit = self.options.max_prefill_tokens
         if limit is None or self._num_waiting:
             return budget
-        limit = max(limit, self.chunk_size)
+        limit = max(limit, self.options.chunk_size)
         remaining = sum(
             request.num_prompt_tokens - request.num_computed for request in self._running if request.in_prompt
         )
@@ -385,7 +382,7 @@ class Scheduler:
         used_slots = list[int]()
         for request in self._running:
             used_slots += request.slots
-        assert sorted([*used_slots, *self._free_slots]) == list(range(self._num_slots))
+        assert sorted([*used_slots, *self._free_slots]) == list(range(self.options.num_slots))
         assert all(not self.tables[slot] for slot in self._free_slots)
         self.tables.pool.check()
 
@@ -397,17 +394,17 @@ class Scheduler:
         """
         start = request.num_computed
         end = request.num_prompt_tokens
-        first_stop = min(end, (start // self.chunk_size + 1) * self.chunk_size)
+        first_stop = min(end, (start // self.options.chunk_size + 1) * self.options.chunk_size)
         if first_stop - start > budget:
             return 0
         if end - start == 1:
             return 1
-        if decoding and self.long_prefill_token_threshold is not None:
-            budget = min(budget, max(self.long_prefill_token_threshold, first_stop - start))
+        if decoding and self.options.long_prefill_token_threshold is not None:
+            budget = min(budget, max(self.options.long_prefill_token_threshold, first_stop - start))
         stop = end
         if end - start > budget:
-            stop = min(end, (start + budget) // self.chunk_size * self.chunk_size)
-        if stop == end and end % self.chunk_size == 1:
+            stop = min(end, (start + budget) // self.options.chunk_size * self.options.chunk_size)
+        if stop == end and end % self.options.chunk_size == 1:
             stop = end - 1
         return max(first_stop, stop) - start
 
@@ -455,8 +452,8 @@ class Scheduler:
             self._num_waiting -= 1
             request.published = 0
             if prefix_pages:
-                request.published = len(prefix_pages) // self.tables.chunk_pages(self.chunk_size)
-            request.num_computed = request.published * self.chunk_size
+                request.published = len(prefix_pages) // self.tables.chunk_pages(self.options.chunk_size)
+            request.num_computed = request.published * self.options.chunk_size
             step.admitted.append((request, prefix_pages))
 
     def _must_wait_for_adapter(self, request: Scheduled, adapters_blocked: bool) -> bool:
@@ -476,7 +473,7 @@ class Scheduler:
         """
         tables = self.tables
         tokens = request.max_tokens
-        if self.admission == "optimistic":
+        if self.options.admission == "optimistic":
             tokens = min(tokens, request.num_prompt_tokens + self._lookahead)
         needed = self._pages_for(request, tokens)
         if tables.shares:
@@ -540,8 +537,8 @@ class Scheduler:
     def _publish(self, request: Scheduled) -> list[tuple[Scheduled, int, list[int]]]:
         tables = self.tables
         copies = []
-        per_chunk = self.tables.chunk_pages(self.chunk_size)
-        num_complete = min(request.num_computed // self.chunk_size, len(request.prefix))
+        per_chunk = self.tables.chunk_pages(self.options.chunk_size)
+        num_complete = min(request.num_computed // self.options.chunk_size, len(request.prefix))
         for number in range(request.published, num_complete):
             key = request.prefix[number]
             if tables.shares:
@@ -555,7 +552,7 @@ class Scheduler:
                 pages = tables.pool.allocate(per_chunk)
                 tables.pool.publish(key, pages)
                 self._parents[pages[0]] = parents
-                copies.append((request, number * self.chunk_size, pages))
+                copies.append((request, number * self.options.chunk_size, pages))
         request.published = num_complete
         return copies
 

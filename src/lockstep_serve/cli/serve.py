@@ -55,7 +55,7 @@ class _Serve(GroupedCommand):
         "no-prefix-caching threads speculative tensor-parallel",
         "What requests may do": "served-model-name allow-adapter-loading fold-token-ids tool-call-parser "
         "reasoning-parser max-queue max-queue-tokens queue-timeout grammar-timeout max-body body-timeout slow-reader",
-        "Operation": "drain stall metrics-prefix request-log otlp-traces-endpoint",
+        "Operation": "drain stall metrics-prefix log-level request-log otlp-traces-endpoint",
     }
 
 
@@ -170,6 +170,12 @@ class _Serve(GroupedCommand):
     "--metrics-prefix",
     default="lockstep",
     help="Of the series at /metrics; vllm: for dashboards that ask for its names.",
+)
+@click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    default="info",
+    help="Of the lines on stderr; debug: those of each request in the engine, by its id.",
 )
 @click.option("--request-log", type=PATH, help="A JSON line for each request; -: stderr.")
 @click.option(

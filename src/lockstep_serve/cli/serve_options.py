@@ -22,7 +22,7 @@ import click
 
 from lockstep.errors import InputError
 from lockstep.targets import Limits
-from lockstep_serve.settings import EngineOptions, ServiceLimits
+from lockstep_serve.settings import EngineOptions, ServiceLimits, ServiceOptions
 
 if TYPE_CHECKING:
     from lockstep.bundle.opened import Opened
@@ -66,6 +66,7 @@ def run_server(place: Opened, options: SimpleNamespace) -> None:
     from lockstep.artifacts.chat_template import ChatTemplate
     from lockstep.runtime.tokenizer import Tokenizer
     from lockstep_serve.bodies import Access
+    from lockstep_serve.log import start_log
     from lockstep_serve.run import Address, serve
     from lockstep_serve.service import Service
     from lockstep_serve.triton_infer import Triton
@@ -80,6 +81,7 @@ def run_server(place: Opened, options: SimpleNamespace) -> None:
         from lockstep_serve.triton_repository.options import serve_options
 
         vars(options).update(serve_options(options.triton_repository))
+    start_log(options.log_level)
     _check_ranks(place, options.tensor_parallel)
     keys = read_api_keys(options.api_key_file)
     prefix = options.metrics_prefix
@@ -99,6 +101,7 @@ def run_server(place: Opened, options: SimpleNamespace) -> None:
         admission=options.admission,
         grammar_seconds=options.grammar_timeout,
         speculative=options.speculative,
+        log_level=options.log_level,
         adapters=str(place.adapters) if place.adapters else None,
         checkpoint=str(place.checkpoint) if place.checkpoint else None,
     )
@@ -114,18 +117,17 @@ def run_server(place: Opened, options: SimpleNamespace) -> None:
     template = ChatTemplate.open(place.assembly)
     observers = _observers(options, name)
     tokenizer = Tokenizer.open(place.assembly)
-    service = Service(
+    service_options = ServiceOptions(
         name,
-        tokenizer,
         engine_options,
         limits,
-        prefix,
         template,
-        observers=[observer.add for observer in observers],
+        prefix,
         adapter_root=root,
         tool_call_parser=options.tool_call_parser,
         reasoning_parser=options.reasoning_parser,
     )
+    service = Service(service_options, tokenizer, [observer.add for observer in observers])
     if options.until_stdin_ends:
         threading.Thread(target=_end_with_stdin, daemon=True).start()
     port = options.port

@@ -491,7 +491,7 @@ def test_requests_that_cannot_be_are_refused_and_nothing_is_queued(model, argume
 def test_chunks_are_as_long_as_asked_for_where_a_step_has_room(demo):
     for chunk_size, budget, expected in ((512, 1024, 512), (512, 400, 384), (64, 1024, 64), (100, 60, 57)):
         model = open_model(demo, chunk_size=chunk_size)
-        assert Engine(model, max_num_tokens=budget).scheduler.chunk_size == expected
+        assert Engine(model, max_num_tokens=budget).scheduler.options.chunk_size == expected
 
 
 def test_limits_that_cannot_be_are_refused(demo):

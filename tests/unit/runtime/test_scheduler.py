@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from lockstep.errors import InputError
 from lockstep.runtime import scheduler as policy
-from lockstep.runtime.scheduler import Scheduled, Scheduler, Status
+from lockstep.runtime.scheduler import Scheduled, Scheduler, SchedulerOptions, Status
 from lockstep.step.pages import PAGE_SIZE, PagePool, PageTables
 from lockstep.step.residency import Residency
 
@@ -30,8 +30,8 @@ def make(
     tables = PageTables(PagePool(pages, 1), num_slots, shares=shares)
     residency = Residency(num_slots, adapter_slots)
     residency = residency if adapter_slots else None
-    more = admission, threshold, residency, prefill, compacts
-    return Scheduler(tables, num_slots, max_num_tokens, chunk_size, *more)
+    options = SchedulerOptions(num_slots, max_num_tokens, chunk_size, admission, threshold, prefill, compacts)
+    return Scheduler(tables, options, residency)
 
 
 def step(scheduler):

@@ -50,7 +50,7 @@ def tree(demo: Results, tmp_path: Path) -> Path:
 def server(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
     """One that takes two requests at a time, and lets three wait."""
     tree = make_tree(tmp_path_factory.mktemp("faults") / "results", demo, max_batch_size=2)
-    with RealServer(tree, "--max-queue", 3, "--queue-timeout", 3) as server:
+    with RealServer(tree, "--max-queue", 3, "--queue-timeout", 3, "--log-level", "debug") as server:
         yield server
 
 
@@ -112,6 +112,21 @@ def test_what_fits_in_queue_and_slots_is_all_answered(server: RealServer) -> Non
             opened = [stack.enter_context(server.opened(PROMPT, 40)) for _ in range(5)]
             server.wait_until(lambda status: status["streams"] == 5)
         assert [events.text() for events in opened] == [alone] * 5
+
+
+def test_a_signal_tells_what_runs_by_the_ids_of_clients(server: RealServer) -> None:
+    with server.opened(**LONG, request_id="of-a-client") as events:
+        next(iter(events))
+        with server.stopped_engine():
+            os.kill(server.process.pid, signal.SIGUSR1)
+            until(lambda: "info: service: 1 streams, 1 answers running, 0 prompts of 0 tokens waiting" in server.stderr)
+        assert events.text()
+    until(lambda: re.search(r"info: engine: 1 running, 0 waiting, .* pages free", server.stderr) is not None)
+    lines = server.stderr
+    number = re.search(r"debug: request (\d+) \(of-a-client\): \d+ tokens\n", lines)
+    assert number and f"debug: request {number[1]}: choice 0 ended by max_new_tokens\n" in lines
+    assert f"info: request {number[1]} (of-a-client): choice 0 running in slot " in lines
+    assert "engine_process.py" in lines and PROMPT not in lines  # where the engine's threads are, and no texts
 
 
 @pytest.mark.long

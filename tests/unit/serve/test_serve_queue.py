@@ -20,7 +20,7 @@ from lockstep.runtime.request import Request
 from lockstep_serve.app import application
 from lockstep_serve.frames import Abort, Add, Counters, Frame, Ready, Refused, Step
 from lockstep_serve.service import Service
-from lockstep_serve.settings import EngineOptions, ServiceLimits
+from lockstep_serve.settings import EngineOptions, ServiceLimits, ServiceOptions
 from lockstep_serve.stream import PromptRequest, Stream, StreamError
 
 SLOTS = 3
@@ -59,7 +59,7 @@ def tokenizer() -> Tokenizer:
 
 def service_of(tokenizer: Tokenizer) -> tuple[Service, Played]:
     options = EngineOptions("", "", "", "all", {})
-    service = Service("played", tokenizer, options, LIMITS, log=lambda line: None)
+    service = Service(ServiceOptions("played", options, LIMITS), tokenizer)
     played = Played()
     # type: ignore[assignment]
     service._link = played

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import queue
 import resource
@@ -26,18 +27,22 @@ from lockstep_serve import adapter_loader, link
 from lockstep_serve.adapter_loader import AdapterLoader
 from lockstep_serve.bodies import Access
 from lockstep_serve.frames import Load
+from lockstep_serve.log import log, start_log
 from lockstep_serve.run import listening
-from lockstep_serve.say import say
 from lockstep_serve.service import Service
-from lockstep_serve.settings import EngineOptions, ServiceLimits
+from lockstep_serve.settings import EngineOptions, ServiceOptions
 from some import some
 
 ASKED = {"model": "demo-llama", "prompt": "Once upon a time", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture
-def lines() -> list[str]:
-    return []
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is logged."""
+    lines: list[str] = []
+    monkeypatch.setattr(log, "handlers", [logging.NullHandler()])
+    log.handlers[0].handle = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    return lines
 
 
 @pytest.fixture
@@ -47,7 +52,7 @@ def service(demo: Results, lines: list[str]) -> Service:
     paths += [demo.assembly("demo-llama", "fp32"), demo.weights("demo-llama", "fp32")]
     options = EngineOptions(*map(str, paths), "all", asdict(LIMITS), threads=1)
     tokenizer = Tokenizer.open(paths[1])
-    return Service("demo-llama", tokenizer, options, ServiceLimits(), log=lines.append)
+    return Service(ServiceOptions("demo-llama", options), tokenizer)
 
 
 async def answered(socket: Path, at_first: Callable[[], None] = lambda: None) -> Answer:
@@ -204,15 +209,23 @@ def test_a_task_that_ends_is_the_end_of_the_server(
     asyncio.run(fails_and_is_not_live())
 
 
-def test_a_line_that_nobody_reads_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_has_a_level_and_one_that_nobody_reads_stops_nobody(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging, "raiseExceptions", True)
+    monkeypatch.setattr(log, "handlers", [])
+    monkeypatch.setattr(log, "propagate", True)
+    start_log("warning")
+    log.info("not this one")
+    log.warning("a line")
+    assert capsys.readouterr().err == "lockstep: warning: a line\n"
+
     def write(text: str) -> None:
         raise BrokenPipeError
 
-    monkeypatch.setattr("sys.stderr", SimpleNamespace(write=write, flush=lambda: None))
-    say("a line")
-    monkeypatch.setattr("sys.stderr", SimpleNamespace(write=lambda text: 1 / 0, flush=lambda: None))
-    with pytest.raises(ZeroDivisionError):  # what is not of the stream is not hidden
-        say("a line")
+    log.handlers[0].setStream(SimpleNamespace(write=write, flush=lambda: None))  # type: ignore[attr-defined]
+    log.warning("a line")
+    log.setLevel(logging.NOTSET)
 
 
 def test_a_folder_that_cannot_be_read_is_told_and_the_next_one_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

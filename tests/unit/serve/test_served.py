@@ -19,7 +19,6 @@ from lockstep.artifacts.chat_template import ChatTemplate
 from lockstep.artifacts.reports import GoldenReport, ServedReport
 from lockstep.errors import CheckError, InputError
 from lockstep.manifests.manifest_files import failed_path
-from lockstep.runtime.request import Request
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.targets import Results, Target
 from lockstep.verify.golden.check import check_engines
@@ -27,10 +26,11 @@ from lockstep.verify.served import check as served
 from lockstep.verify.served.tools import calls_tools, tool_call
 from lockstep_serve.answer_reader import AnswerPlan
 from lockstep_serve.checked import open_server
+from lockstep_serve.frames import Add, Frame
 from lockstep_serve.openai import CompletionFormat
 from lockstep_serve.run import listening
 from lockstep_serve.service import Service
-from lockstep_serve.settings import EngineOptions, ServiceLimits
+from lockstep_serve.settings import EngineOptions, ServiceOptions
 from shared import Shared
 from some import some
 
@@ -100,14 +100,16 @@ def _mix_up_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each second request gets the prompt of another."""
     from lockstep_serve.link import EngineLink
 
-    add = EngineLink.add
+    send = EngineLink.send
     prompts = []
 
-    def other(self: EngineLink, number: int, request: Request) -> None:
-        prompts.append(request.prompt_ids)
-        add(self, number, replace(request, prompt_ids=prompts[-1 - number % 2 :][0]))
+    def other(self: EngineLink, frame: Frame) -> None:
+        if isinstance(frame, Add):
+            prompts.append(frame.request.prompt_ids)
+            frame = Add(frame.id, replace(frame.request, prompt_ids=prompts[-1 - frame.id % 2 :][0]))
+        send(self, frame)
 
-    monkeypatch.setattr(EngineLink, "add", other)
+    monkeypatch.setattr(EngineLink, "send", other)
 
 
 def _lose_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +185,7 @@ def test_a_model_with_a_format_is_asked_for_a_call(shared: Shared, monkeypatch: 
 
     async def ask() -> tuple[int, str | None]:
         template = ChatTemplate.open(assembly)
-        service = Service("scripted", Tokenizer.open(assembly), options, ServiceLimits(), chat_template=template)
+        service = Service(ServiceOptions("scripted", options, chat_template=template), Tokenizer.open(assembly))
         with tempfile.TemporaryDirectory() as folder:
             socket = Path(folder, "socket")
             async with listening(service, socket):

@@ -147,7 +147,9 @@ def test_a_receiver_that_is_not_there_ends_nothing_and_is_said_once(tree: Path) 
             server.complete("a", 2)
         began = time.monotonic()
     assert time.monotonic() - began < 5  # it waits 2 s for the last spans, a third of what the exporter tries
-    assert server.stderr.count("lockstep: traces: spans are lost: ") == server.stderr.count("\n") == 1, server.stderr
+    assert server.stderr.count("lockstep: warning: traces: spans are lost: ") == server.stderr.count("\n") == 1, (
+        server.stderr
+    )
 
 
 def refused(tree: Path, url: str, capsys: pytest.CaptureFixture[str]) -> str:

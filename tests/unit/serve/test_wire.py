@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import socket
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from lockstep.runtime.grammar import Grammar
 from lockstep.runtime.request import Request
 from lockstep.step.sampling import Logprobs, Sampling
 from lockstep.targets import Results
+from lockstep_serve import engine_process
 from lockstep_serve.connection import Connection
 from lockstep_serve.frames import HEADER, LARGEST, Abort, Add, Counters, Failed, Frame, Step, packed, split, unpacked
 
@@ -62,14 +64,15 @@ def test_a_frame_makes_nothing_but_frames() -> None:
         unpacked(pickle.dumps(Abort(os.system)))  # type: ignore[arg-type]
 
 
-def test_ids_are_raw_and_copied_by_nobody(demo: Results) -> None:
+@pytest.fixture(scope="module")
+def model(demo: Results) -> Model:
+    names = "demo-llama", "fp32"
+    return Model.open(demo.engines(*names, "onnxruntime"), demo.assembly(*names), demo.weights(*names))
+
+
+def test_ids_are_raw_and_copied_by_nobody(model: Model) -> None:
     """One copy on the wire, and one in the engine: the frame's. No thread but the reader's walks them."""
     assert len(packed(Add(1, Request(LONG, 1)))) < LONG.nbytes + 2000
-    model = Model.open(
-        demo.engines("demo-llama", "fp32", "onnxruntime"),
-        demo.assembly("demo-llama", "fp32"),
-        demo.weights("demo-llama", "fp32"),
-    )
     engine = Engine(model)
     request = received(Add(1, Request(LONG[:200], 3))).request
     prepared = engine.prepare(request, is_checked=True)
@@ -77,6 +80,33 @@ def test_ids_are_raw_and_copied_by_nobody(demo: Results) -> None:
     (choice,) = engine._choices.values()
     assert np.shares_memory(choice.prompt, request.prompt_ids)
     assert [token.token for token in engine.run()] == [token.token for token in engine.run([Request(LONG[:200], 3)])]
+
+
+@pytest.mark.parametrize(("rows", "most"), [(1, 235), (4, 424)])
+def test_the_host_loop_makes_no_more_calls_than_it_did(model: Model, rows: int, most: int) -> None:
+    """Calls of Python and C functions in a step that decodes, counted: times would depend on the machine."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        engine = Engine(model)
+        loop = engine_process._Loop(Connection(theirs), engine, None)
+        for number in range(rows):
+            engine.add(Request([5 + number, 6, 7], 60))
+        for _ in range(5):
+            loop.turn()
+        calls = 0
+
+        def count(frame: Any, event: str, argument: Any) -> None:
+            nonlocal calls
+            calls += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        try:
+            for _ in range(10):
+                loop.turn()
+        finally:
+            sys.setprofile(None)
+        engine.close()
+    assert calls / 10 <= most
 
 
 def test_what_is_not_read_is_sent_later() -> None:
