@@ -1,7 +1,9 @@
 """Count what slows a reader of Python: `places(text)` yields (kind, line) for each place that counts."""
 
 import ast
+import io
 import re
+import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,13 +17,15 @@ NAMES_WITHOUT_A_THING = frozenset(
 # Phrases for which the field has a word: "after", "accumulate", "rejected".
 DIALECT = re.compile(
     r"\b(?:refused by name|which see|does? without|left alone|to be had|the like|so many|gone on with|hangs on"
-    r"|no word of|in its place|at the most|sameness|misfit|anew|thus|wherefrom|whose like|therein|hereof"
-    r"|behind (?:it|them|that|those|the)"
-    r"|(?:is|are|was|were) (?:asked for|taken along|brought|held to|said once|put beside|looked for)"
+    r"|no word of|in its place|at the most|in one line|few rows?|sameness|misfit|anew|thus|wherefrom|whose like"
+    r"|therein|hereof|by name(?=[,.:])|behind (?:it|them|that|those|the)"
+    r"|what (?:is|was|are|were|has|does|it|they|stands|lies|comes|goes)|how (?:they|it) (?:is|are) called"
+    r"|(?:is|are|was|were) (?:asked for|made anew|taken along|brought|held to|said once|put beside|looked for)"
     r"|of (?:its|their) own|stands? (?:before|behind|in|beside|there|for)|lies? (?:in|beside|there|below)"
     r"|gives? (?:nothing|none|way)|leaves? (?:nothing|none)|beside)\b",
     re.IGNORECASE,
 )
+_SHORTEST_SENTENCE = 13  # characters: shorter texts are keys and names
 
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _HIDES_A_CONDITION = (ast.IfExp, ast.BoolOp, ast.BinOp, ast.comprehension, ast.keyword, ast.Subscript, *_COMPREHENSIONS)
@@ -34,9 +38,11 @@ def places(text: str) -> Iterator[tuple[str, int]]:
         kind = _kind(node, parents.get(node))
         if kind is not None:
             yield kind, getattr(node, "lineno", 0)
-    for number, line in enumerate(text.splitlines(), start=1):
-        for _ in DIALECT.finditer(line):
-            yield "dialect", number
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) >= _SHORTEST_SENTENCE:
+            yield from (("dialect", node.lineno) for _ in DIALECT.finditer(node.value))
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield from (("dialect", token.start[0]) for _ in DIALECT.finditer(token.string))
 
 
 def per_1000_lines(folder: Path) -> dict[str, float]:

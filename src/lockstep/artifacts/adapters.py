@@ -85,7 +85,6 @@ class LoraSlots:
         return frozenset(name for name, _ in self.shapes(graph))
 
     def shapes(self, graph: str) -> Iterator[tuple[str, tuple[int, int]]]:
-        """Yield (name, shape) of the inputs of a block that adapters are written to."""
         for slot in self.classes.get(graph, {}).values():
             yield slot.a, (slot.in_features, self.columns)
             yield slot.b, (self.columns, slot.out_features)

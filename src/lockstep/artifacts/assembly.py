@@ -136,7 +136,6 @@ class Assembly(Document):
 
     @property
     def mixers(self) -> dict[str, TokenMixer]:
-        """The token mixers of all layers, {name: mixer}: attention variants, then state mixers."""
         return {**self.variants, **self.state_mixers}
 
     def float32_tensors(self) -> set[str]:

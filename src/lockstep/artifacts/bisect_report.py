@@ -24,7 +24,6 @@ class StageName:
 
     @property
     def stage(self) -> tuple[str, str, str, int | None]:
-        """Return (part, graph, phase, layer)."""
         return self.part, self.graph, self.phase, self.layer
 
 

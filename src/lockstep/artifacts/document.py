@@ -404,7 +404,6 @@ def _object_reader(kind: type) -> Read:
 
 
 def _keys(kind: Any) -> set[str]:
-    """Return the keys that an object of type `kind` names."""
     keys = set(getattr(kind, "COMPUTED", ()))
     if issubclass(kind, Document):
         keys.add("format")
@@ -456,7 +455,6 @@ def _union_writer(kinds: tuple[Any, ...]) -> Read:
 
 
 def _is_json(kind: Any) -> bool:
-    """Return whether a value of type `kind` is its own JSON."""
     kind = _plain(kind)
     if get_origin(kind) in _UNIONS:
         return all(map(_is_json, get_args(kind)))

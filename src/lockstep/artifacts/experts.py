@@ -6,7 +6,6 @@ from collections.abc import Container
 
 
 def expert_slot(stack: str, number: int) -> str:
-    """Return the input that takes the weight of one expert."""
     return f"{stack}[{number}]"
 
 

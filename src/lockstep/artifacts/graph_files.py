@@ -44,7 +44,6 @@ class AttentionVariant:
         return self.head_dim + self.sinks
 
     def phases(self) -> dict[str, GraphFile]:
-        """Return the graphs by phase: prefill, decode."""
         return {"prefill": self.prefill, "decode": self.decode}
 
 
@@ -58,7 +57,6 @@ class StateMixer:
     decode: GraphFile
 
     def phases(self) -> dict[str, GraphFile]:
-        """Return the graphs by phase: prefill, decode."""
         return {"prefill": self.prefill, "decode": self.decode}
 
 

@@ -83,7 +83,6 @@ def is_scales(name: str) -> bool:
 
 
 def module_of(tensor: str) -> str:
-    """Return the linear layer that a checkpoint's weight is of, quantised or not."""
     return tensor.removesuffix(_DATA).removesuffix(".weight")
 
 

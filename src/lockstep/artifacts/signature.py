@@ -51,7 +51,6 @@ class IO(JsonObject):
 
 
 def concrete_shape(shape: Sequence[int | str], sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return a shape with the sizes of its named dimensions."""
     return tuple([sizes[dim] if isinstance(dim, str) else dim for dim in shape])
 
 

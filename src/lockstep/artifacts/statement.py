@@ -137,7 +137,6 @@ class Statement:
         return dump_json(self.to_json()).encode()
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write the file, whole or not at all."""
         write_bytes(path, self.to_bytes())
 
 

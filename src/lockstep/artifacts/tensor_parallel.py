@@ -66,7 +66,6 @@ class Shard(JsonObject):
         return np.concatenate(parts, self.axis)
 
     def put(self, array: np.ndarray, rank: int, part: np.ndarray) -> None:
-        """Write a rank's part into a whole tensor."""
         before = (slice(None),) * self.axis
         at = 0
         for low, high in self.ranges[rank]:

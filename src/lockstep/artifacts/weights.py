@@ -63,7 +63,6 @@ class WeightsManifest(Document):
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorPlace]:
-        """Return {tensor: place}, with the paths of files."""
         return {
             name: TensorPlace(self.files[place.file].path, place.offset, place.length, place.dtype, place.shape)
             for name, place in self.numbered.items()

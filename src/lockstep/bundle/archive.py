@@ -167,7 +167,6 @@ def _write_file(out: BinaryIO, entry: Entry, path: Path) -> None:
 
 
 def header(name: str, size: int) -> bytes:
-    """Return the 512 bytes before a file's content."""
     if size < _OCTAL_LIMIT:
         length = _octal(size, 12)
     else:  # GNU's base-256 form

@@ -20,7 +20,6 @@ def is_tied(folder: str) -> bool:
 
 
 def main(folder: str) -> int:
-    """Print the answer; return the exit code."""
     if not getattr(sys.flags, "safe_path", False):
         del sys.path[0]  # the script's folder, whose modules would shadow others
     sys.modules["torch"] = None  # type: ignore[assignment]  # seconds to load, and no config needs it

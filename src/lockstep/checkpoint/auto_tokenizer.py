@@ -170,7 +170,6 @@ def _difference(auto: Any, tokenizer: Any, texts: Sequence[str]) -> str | None:
 
 
 def main(folder: str) -> int:
-    """Print the answer for `folder`; return the exit code."""
     import resource
 
     if not getattr(sys.flags, "safe_path", False):

@@ -66,5 +66,4 @@ def read_source_text(path: Path) -> str:
 
 
 def shorten(value: Any) -> str:
-    """Return the `repr` of a value in a damaged file, truncated."""
     return truncate(repr(value))

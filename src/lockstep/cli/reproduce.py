@@ -133,7 +133,6 @@ def _tell(line: str) -> None:
 
 
 def _echo_artefact(status: str, place: str, difference: str | None) -> None:
-    """Print a line. status: where there is no difference."""
     if difference:
         click.echo(f"{'different':<11} {place}: {difference}")
     else:

@@ -12,14 +12,12 @@ import click
 
 
 def echo_json(value: Any) -> None:
-    """Print one JSON document, keys sorted."""
     from lockstep.artifacts.files import dump_json
 
     click.echo(dump_json(value), nl=False)
 
 
 def file_json(path: Path) -> dict[str, Any]:
-    """Return path, SHA-256 and size in bytes of a file that was written."""
     from lockstep.artifacts.files import sha256_file
 
     return {"path": str(path), "sha256": sha256_file(path), "size": path.stat().st_size}

@@ -64,7 +64,6 @@ class BackendSettings:
     lacks_here: Callable[[str], str | None] = lambda precision: None
 
     def build_options(self, section: Section | None, limits: Mapping[str, int]) -> dict[str, Any]:
-        """Return the options of a build from the config, as plain JSON."""
         options = {}
         if section is not None:
             options = section.model_dump(mode="json")

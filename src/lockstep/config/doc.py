@@ -108,7 +108,6 @@ def schema() -> Schema:
 
 
 def readme() -> str:
-    """Return the text of `config/README.md`."""
     root = schema()
     rows = [f"| `{key}` | {kind} | {default} | {meaning} |" for key, kind, default, meaning in _rows(root, root, "")]
     keys = "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *rows])
@@ -117,7 +116,6 @@ def readme() -> str:
 
 
 def generated() -> dict[str, str]:
-    """Return {name: content} of all generated files."""
     listed = yaml.safe_dump(catalogued(schema()), width=120, allow_unicode=True)
     return {"README.md": readme(), SCHEMA: f"# {MADE_FROM}.\n{listed}"}
 
@@ -149,7 +147,6 @@ def catalogued(root: Schema) -> Schema:
 
 
 def write(folder: Path) -> None:
-    """Write the generated files to `folder`."""
     for name, text in generated().items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_bytes(folder / name, text.encode())
@@ -218,7 +215,6 @@ def _resolve(root: Schema, node: Schema) -> Schema:
 
 
 def _kind(root: Schema, node: Schema) -> str:
-    """Return a schema's type in words."""
     node = _resolve(root, node)
     if "anyOf" in node:
         return " or ".join(_kind(root, item) for item in node["anyOf"])
@@ -246,7 +242,6 @@ def _several(kind: str) -> str:
 
 
 def _default(node: Schema, optional: bool, is_section: bool) -> str:
-    """Return a default as it is written in YAML."""
     if not optional:
         return "required"
     if is_section:
@@ -260,7 +255,6 @@ def _default(node: Schema, optional: bool, is_section: bool) -> str:
 
 
 def main() -> None:
-    """Run the command line: `--write FOLDER`."""
     parser = argparse.ArgumentParser(prog="python -m lockstep.config.doc", description=__doc__.splitlines()[0])
     parser.add_argument("--write", metavar="FOLDER", type=Path, required=True, help="write the generated files")
     with guard():

@@ -106,7 +106,6 @@ def load_merged(
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON has it."""
     return json.loads(json.dumps(value, default=str))
 
 

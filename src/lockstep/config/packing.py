@@ -132,7 +132,6 @@ def check_precision(quantized: QuantizedTensors, precision: str, group_size: int
 
 
 def precision_of(bits: int) -> str:
-    """Return the precision of weights of `bits` bits."""
     return next(name for name, quantization in QUANTIZATIONS.items() if quantization.bits == bits)
 
 

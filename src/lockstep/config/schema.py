@@ -237,7 +237,6 @@ class Config(Section):
             raise InputError(f"config: {join(Config, problems)}")
 
     def is_built(self, target: Target) -> bool:
-        """Return whether a target's engines are built here. The processor must compute in their precision."""
         return self.why_not_built(target) is None
 
     def why_not_built(self, target: Target) -> str | None:
@@ -249,7 +248,6 @@ class Config(Section):
         return self.why_not_run(target) is None
 
     def why_not_run(self, target: Target) -> str | None:
-        """Return why a target's engines do not run here; None where they do."""
         return self.why_not_built(target) or self.cannot_run(target.backend)
 
     def reference_terms(self, model: str) -> dict[str, Any]:
@@ -396,7 +394,6 @@ class Config(Section):
         return self._settings(backend).build_options(section, self.engine_limits())
 
     def engine_limits(self) -> dict[str, int]:
-        """Return the limits that sizes of engines' inputs come from."""
         return self.limits.model_dump(include={"max_batch_size", "max_num_tokens", "max_seq_len"})
 
     def gpus(self, backend: str) -> int:

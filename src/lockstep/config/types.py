@@ -277,7 +277,6 @@ class ModelConfig(Section):
             yield (*place, index), precision
 
     def all_precisions(self) -> list[str]:
-        """Return the precisions of all backends, each once."""
         return list(dict.fromkeys([*self.precisions, *chain(*self.backend_precisions.values())]))
 
 
@@ -318,7 +317,6 @@ class Limits(Section):
     )
 
     def plain(self) -> targets.Limits:
-        """Return the limits as what runs engines takes them."""
         return targets.Limits(**self.model_dump())
 
 

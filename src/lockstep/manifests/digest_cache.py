@@ -98,7 +98,6 @@ def check_size(path: Path, size: int | None, remedy: str) -> None:
 
 
 def size_of(path: str | os.PathLike) -> int | None:
-    """Return the bytes of a file; None where there is no file of this name."""
     try:
         return check_file(path).st_size
     except (FileNotFoundError, InputError):

@@ -117,7 +117,6 @@ def _data(folder: Path) -> tuple[Path, ...]:
 
 
 def third_party(files: Iterable[Path]) -> set[str]:
-    """Return the names of the packages that modules import, and what these load when used."""
     imported = set().union(*map(imports, files))
     roots = {name.partition(".")[0] for name in imported}
     outside = roots - {*PACKAGES} - set(sys.stdlib_module_names)

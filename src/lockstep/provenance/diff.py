@@ -28,7 +28,6 @@ def differences(before: Any, after: Any, where: tuple[str, ...] = ()) -> Iterato
 
 
 def change(before: Any, after: Any) -> str:
-    """Return a change in words."""
     if before is ABSENT:
         return f"new, {words(after)}"
     if after is ABSENT:

@@ -197,7 +197,6 @@ def other_commit(lock: Lock, commit: str | None) -> str | None:
 
 
 def _causes(lock: Lock, entry: LockEntry) -> str:
-    """Return the packages, library, options and code that differ from those of the locked artefact."""
     locked = lock.made_with.get(made_by(entry.key))
     now = made_with(entry.key)
     if locked is None:

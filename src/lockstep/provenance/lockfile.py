@@ -68,7 +68,6 @@ def collect(results: Path, model: str) -> Lock:
 
 
 def config_of(results: Path) -> Config:
-    """Return the config that a results tree was made with."""
     from lockstep.config.load import load  # loads pydantic, which verify must not need
 
     path = Results(results).config()
@@ -120,7 +119,6 @@ def _numbered(value: Any) -> Any:
 
 
 def lock_entries(results: Path, model: str) -> Iterator[LockEntry]:
-    """Yield the entries of all locked artefacts of a model, in order of their paths."""
     for path in statements(results / model):
         yield from entries_of(path)
 

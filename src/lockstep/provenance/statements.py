@@ -27,7 +27,6 @@ from lockstep.targets import Results
 
 
 def build_key(step: Job) -> BuildKey:
-    """Return the build key of `step`: all that decides its artefact."""
     stage = STAGES[step.stage]
     backend = step.backend
     return BuildKey(
@@ -141,5 +140,4 @@ def read_statement(output: Path) -> Statement | None:
 
 
 def statements(folder: Path) -> Iterator[Path]:
-    """Yield the paths of all statements below a folder."""
     return iter(sorted(folder.rglob(f"*{SUFFIX}")))

@@ -108,7 +108,6 @@ def verify(bundle: Path, keys: Sequence[Path] = (), identity: Identity | None = 
 
 
 def _signer(bundle: Path, signature: Path, keys: Sequence[Path]) -> Path:
-    """Return the public key that a bundle was signed by."""
     from cryptography.exceptions import InvalidSignature
     from model_signing.verifying import Config
 

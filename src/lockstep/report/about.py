@@ -36,7 +36,6 @@ class About:
 
 
 def about(results: Results, models: Iterable[str]) -> About:
-    """Return this machine and the versions in the statements of the models."""
     backends: set[str] = set()
     packages: set[str] = set()
     for model in models:

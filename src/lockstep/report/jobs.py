@@ -30,7 +30,6 @@ class JobState:
     memory: float | None
 
     def is_for(self, target: Target) -> bool:
-        """Return whether a target needs it."""
         return all(value == str(getattr(target, name)) for name, value in self.job.names.items())
 
 

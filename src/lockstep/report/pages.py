@@ -44,7 +44,6 @@ def index(
     details_of: Mapping[Target, Details],
     jobs: Sequence[JobState],
 ) -> bytes:
-    """Return the index page: the verdict, all targets, charts of each model, and what changed since the locks."""
     rows = summary.targets
     models = list(dict.fromkeys(row.model for row in rows))
     file_names = (results.summary(), results.summary().with_suffix(".csv"), results.config())

@@ -47,7 +47,6 @@ def model_charts(details_of: Mapping[Target, Details], jobs: Sequence[JobState])
 
 
 def target_charts(name: Target, details: Details, jobs: Sequence[JobState]) -> list[Markup]:
-    """Return the charts of one target."""
     needed = [entry for entry in jobs if entry.is_for(name)]
     sizes = _sizes(details)
     golden_job = next((entry for entry in needed if entry.job.stage == "golden" and entry.memory), None)
@@ -97,7 +96,6 @@ def _error_from_checkpoint(details: Details) -> float | None:
 
 
 def _sizes(details: Details) -> dict[str, float]:
-    """Return known sizes in megabytes, {"weights" or "engines": size}."""
     sizes = {"weights": details.weights_bytes, "engines": details.engine_bytes}
     return {name: size / _MB for name, size in sizes.items() if size is not None}
 

@@ -31,7 +31,6 @@ _STYLES = {PASS: "green", FAIL: "red", NOT_RUN: "yellow"}
 
 
 def outputs(results: Results, targets: Sequence[Target]) -> list[Path]:
-    """Return the paths of the files that `write` makes."""
     summary = results.summary()
     return [summary, summary.with_suffix(".csv"), results.report_page(), *map(results.target_page, targets)]
 

@@ -113,7 +113,6 @@ def _runnable_clause(verdicts: Counter[str], some_cannot_run: bool) -> str:
 
 
 def _agree(words: tuple[str, str], count: int) -> str:
-    """Return the words for one, or for several."""
     return words[0] if count == 1 else words[1]
 
 

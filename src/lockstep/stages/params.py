@@ -29,7 +29,6 @@ def source(config: Config, model: str) -> Value:
 
 
 def hub_adapters(config: Config, model: str) -> Value:
-    """Return {name: source} of a model's adapters on the hub."""
     adapters = sources(config, model).items()
     return {name: text for name, text in adapters if isinstance(parse_source(text), HubSource)}
 
@@ -115,7 +114,6 @@ def golden(config: Config, model: str) -> Value:
 
 
 def adapted_golden(config: Config, model: str) -> Value:
-    """Return the terms of a reference with each adapter."""
     settings = config.models[model]
     texts = {}
     for adapter, prompts in config.adapter_prompts(model).items():
@@ -137,12 +135,10 @@ def max_perplexity_change(config: Config, model: str) -> Value:
 
 
 def expected(config: Config, model: str, precision: str, layers: int | str) -> Value:
-    """Return the text that the config expects after each prompt."""
     return _expected(config, config.models[model].golden.prompts, model, precision, layers)
 
 
 def adapted_expected(config: Config, model: str, precision: str, layers: int | str) -> Value:
-    """Return the text that the config expects after each prompt of each adapter."""
     prompts = itertools.chain.from_iterable(config.adapter_prompts(model).values())
     return _expected(config, prompts, model, precision, layers)
 
@@ -172,7 +168,6 @@ _WILDCARDS: Mapping[str, tuple[str, ...]] = {
 
 
 def value_of(name: str, config: Config, names: Mapping[str, Any]) -> Value:
-    """Return the value of a parameter for a job with these wildcards."""
     return _FUNCTIONS[name](config, **{key: names[key] for key in _WILDCARDS[name] if key in names})
 
 

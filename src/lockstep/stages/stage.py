@@ -59,7 +59,6 @@ class Job:
 
     @property
     def target(self) -> Target:
-        """Return the target of a job that has an engine set and a layer count."""
         return Target(self.names["model"], self.names["precision"], self.layers, self.names["backend"])
 
     def __str__(self) -> str:
@@ -90,7 +89,6 @@ class Stage(abc.ABC):
 
     @property
     def output(self) -> str:
-        """Return the pattern of its manifest below the results folder."""
         return self.rule.output
 
     @property
@@ -156,7 +154,6 @@ def tokens(prompts: Sequence[ReferencePrompt | GoldenPrompt]) -> dict[str, str]:
 
 
 def arguments(job: Job) -> dict[str, Any]:
-    """Return the arguments of a check of engines."""
     return {
         **{f"{name}_json": path for name, path in job.inputs.items()},
         "target": job.target,

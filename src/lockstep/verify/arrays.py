@@ -8,7 +8,6 @@ import numpy as np
 
 
 def concatenate_rows(pieces: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Return the rows of all pieces, which have the same names."""
     if len(pieces) == 1:
         return dict(pieces[0])  # without a copy
     rows = {}

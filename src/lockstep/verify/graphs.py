@@ -157,11 +157,9 @@ class Graphs(GraphRunner):
             check_slots(weights, part.slots, assembly.classes[part.graph].signature.slots, part.graph)
 
     def graphs(self) -> dict[str, Graph]:
-        """Return all graphs in use: classes, `<variant>.<phase>`, those of a rank."""
         return {**self.classes, **self.attention, **{f"{name} of a rank": graph for name, graph in self.pieces.items()}}
 
     def graph(self, name: str) -> Graph:
-        """Return a class, `<variant>.<phase>` or, where there are ranks, a piece."""
         return self._by_name[name]
 
     def carries(self, part: BoundBlock) -> list[str]:
@@ -243,14 +241,12 @@ class Graphs(GraphRunner):
         return matrices
 
     def slot_array(self, tensors: Sequence[str], slot: IO) -> np.ndarray:
-        """Return the weights of a slot, in the dtype that it is computed in."""
         array = slot_array(self.weights, tensors, slot.sizes).astype(widened_dtype(slot.dtype), copy=False)
         # So that the mapped files of earlier slots do not count as this process's memory.
         self.weights.drop_pages()
         return array
 
     def forward_inputs(self) -> list[IO]:
-        """Return the inputs of a whole forward: hidden, position_ids, logit_rows."""
         hidden = self.classes[self.layers[0].block.graph].inputs[0]
         rows = next(io for io in self.classes[self.exit.graph].inputs if io.name == "logit_rows")
         return [hidden, IO("position_ids", "int64", ("num_tokens",)), rows]
@@ -263,14 +259,12 @@ class Graphs(GraphRunner):
         return Graph(self.path.parent / uncut.file, uncut, threads)
 
     def uncut_weights(self, uncut: Graph) -> dict[str, np.ndarray]:
-        """Return all weights, {slot of the uncut graph: array}."""
         assert self.assembly.batchful is not None  # it is open
         tensors = self.assembly.batchful.tensors
         return {slot.name: self.slot_array(tensors[slot.name], slot) for slot in uncut.slots}
 
 
 def _declared(graph: Graph, env: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return those of `env` that a graph declares as inputs."""
     missing = [io.name for io in graph.inputs if io.name not in env]
     if missing:
         raise CheckError(

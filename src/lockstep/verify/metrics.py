@@ -42,7 +42,6 @@ def finite(error: float | None) -> float | None:
 
 
 def off(error: float | None, bound: float) -> str:
-    """Return the message for logits whose error is above `bound`."""
     if error is None:
         return "expected finite logits, found NaN or infinity"
     return f"expected a logit error of at most {bound:.3g}, found {error:.3g}"

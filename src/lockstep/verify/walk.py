@@ -62,7 +62,6 @@ class Stage:
 
     @property
     def name(self) -> tuple[str, str, str, int | None]:
-        """Return (part, graph, phase, layer), as reports have it."""
         return self.part, self.graph, self.phase, self.layer
 
 

@@ -19,7 +19,6 @@ _NO_OPTIONS = ("stage", "device", "folders")  # parameters of a rule that are no
 
 
 def run_stage(snakemake: Any) -> None:
-    """Run the stage that a rule's parameters name."""
     with logged(snakemake):
         run_job(snakemake)
 
@@ -50,7 +49,6 @@ def run_job(snakemake: Any, **extra: Any) -> None:
 
 
 def _files(value: Any) -> Any:
-    """Return the paths of an input, for which Snakemake has one text where it is one file; {name: folder} as it is."""
     if isinstance(value, dict):
         return value
     if isinstance(value, str):
@@ -79,7 +77,6 @@ def logged(snakemake: Any) -> Iterator[None]:
 
 
 def _tell(terminal: int, log: Path, prefix: str, last: int = 0) -> None:
-    """Write the lines of a log with this prefix, errors or notes, to the terminal."""
     if not log.exists():
         return
     lines = log.read_text(errors="replace").splitlines()

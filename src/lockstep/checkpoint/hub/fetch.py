@@ -109,7 +109,6 @@ def fetch_config(source: str) -> Path:
 
 
 def cache_folder(repository: str) -> Path:
-    """Return the folder of the hub's cache that holds `repository`."""
     return Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repository, repo_type="model"))
 
 

@@ -75,7 +75,6 @@ class Cache:
         return entry
 
     def size(self, entry: Statement) -> int:
-        """Return the bytes of an entry's blobs."""
         return sum(size_of(self.blob_path(sha256)) or 0 for sha256 in entry.outputs.values())
 
     def take(self, sha256: str, target: Path) -> None:

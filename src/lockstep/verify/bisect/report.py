@@ -64,7 +64,6 @@ def _off(row: MeasuredOutput) -> str:
 
 
 def _where(stage: StageName, decoder_layer: int | None) -> str:
-    """Describe a stage. decoder_layer: the faulty one."""
     layer = stage.layer
     graph = stage.graph
     if stage.part == "embedding":

@@ -152,7 +152,6 @@ class _ExitSweep(Sweep):
 
 
 def _cut(inputs: Whole, rows: np.ndarray | slice) -> dict[str, np.ndarray]:
-    """Return some rows of the whole input."""
     return {name: array[rows] if has_rows else array for name, (array, has_rows) in inputs.items()}
 
 

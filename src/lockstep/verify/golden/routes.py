@@ -39,13 +39,11 @@ class Routes:
             yield
 
     def steps(self, prompt_ids: Sequence[int], tokens: Sequence[int]) -> list[np.ndarray]:
-        """Return the expected logits of each step of a request."""
         ids = [*prompt_ids, *tokens[:-1]]
         along = self._along(ids, len(prompt_ids))
         return [self._row(ids, count, along) for count in range(len(prompt_ids), len(ids) + 1)]
 
     def forced(self, request: Forced) -> dict[int, np.ndarray]:
-        """Return a request's expected logits, {number of tokens: logits}."""
         ids = request.tokens[: request.ends[-1]].tolist()
         along = self._along(ids, len(ids))
         rows = {count: row for count, row in request.expected.items() if count <= len(ids)}
@@ -82,7 +80,6 @@ class Routes:
 
 
 def known_rows(prompts: Sequence[Prompt]) -> dict[tuple[int, ...], np.ndarray]:
-    """Return {tokens: the reference's logits after them}."""
     rows: dict[tuple[int, ...], np.ndarray] = {}
     for prompt in prompts:
         for step, row in enumerate(prompt.logits):

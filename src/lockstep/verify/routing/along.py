@@ -81,7 +81,6 @@ class Router:
         return cls(graphs, choosing, tolerances)
 
     def why_not(self) -> str | None:
-        """Return why a request cannot be followed along its choices; None where it can."""
         assembly = self._graphs.assembly
         if assembly.tensor_parallel is not None:
             return "over several ranks"

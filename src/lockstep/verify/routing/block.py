@@ -209,13 +209,11 @@ def _as_declared(array: np.ndarray, kind: str) -> np.ndarray:
 
 
 def _squared(expected: np.ndarray, actual: np.ndarray) -> np.ndarray:
-    """Return the mean square of each row's error, relative to the row."""
     with np.errstate(over="ignore"):
         return np.nan_to_num(np.square(relative_errors(expected, actual)).mean(axis=1), nan=np.inf)
 
 
 def _first_of_each(rows: np.ndarray, ways: Sequence[tuple[int, np.ndarray]]) -> list[tuple[int, np.ndarray]]:
-    """Return the first `_WAYS` of each row."""
     counts: dict[int, int] = {}
     firsts = []
     for number, way in ways:

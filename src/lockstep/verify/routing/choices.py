@@ -53,7 +53,6 @@ class Choice:
         return -scores
 
     def chosen(self, scores: np.ndarray) -> np.ndarray:
-        """Return which are chosen, bool [rows, width]."""
         ordered = self._signed(scores)
         if not self.count:
             return ordered > 0
@@ -63,7 +62,6 @@ class Choice:
         return chosen
 
     def force(self, chosen: np.ndarray) -> np.ndarray:
-        """Return the input that makes these the chosen ones."""
         not_chosen = 0.0 if self.count else -_FORCE  # a limit is not a competition: each score must be moved
         return self._signed(np.where(chosen, _FORCE, not_chosen).astype(np.float32))
 

@@ -49,7 +49,6 @@ def philox(counter: list[np.ndarray], key: tuple[int, int]) -> list[np.ndarray]:
 
 
 def _product(x: np.ndarray, factor: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the upper and the lower word of products of 64 with 64 bits, from those of their halves."""
     factor_low = np.uint64(factor % (1 << 32))
     factor_high = np.uint64(factor >> 32)
     low = x & _LOW

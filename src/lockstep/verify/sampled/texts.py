@@ -22,11 +22,9 @@ class Texts:
         self._tokenizer = Tokenizer.from_file(str(path))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, without special ones."""
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
 
     def added(self, prompt: Sequence[int], tokens: Sequence[int]) -> str:
-        """Return what tokens add to a prompt."""
         return new_text(self.decode, prompt, tokens)
 
     def named(self, letters: str, longest: int) -> list[int]:

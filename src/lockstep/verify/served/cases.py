@@ -87,11 +87,9 @@ class Cases:
         return [case for case in cases if case is not None]
 
     def chat(self) -> Case:
-        """Return the fields of a chat, without its messages."""
         return self._drawn("chat", _NARROW, logprobs=2)
 
     def _next(self) -> Prompt:
-        """Return the prompts in turn."""
         self._count += 1
         return self._prompts[self._count % len(self._prompts)]
 
@@ -155,7 +153,6 @@ class Cases:
         return self._case(penalty, prompt, [penalty], **body, n=n, seed=self._seed(prompt, body, mistakes))
 
     def _biased(self) -> Case:
-        """Return a request whose bias bans the likeliest token and lifts the fifth likeliest above the others."""
         prompt = self._next()
         row = prompt.logits[0]
         order = np.argsort(-row, kind="stable")

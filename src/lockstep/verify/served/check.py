@@ -106,7 +106,6 @@ def check(
 
 
 def open_model(files: EngineFiles) -> Model:
-    """Open the engines as the server's process does, so that logits have the same bits."""
     limits = files.limits
     return Model.open(
         files.engines,

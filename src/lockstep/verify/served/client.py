@@ -93,7 +93,6 @@ async def _events(path: Path, url: str, body: Mapping[str, Any]) -> AsyncGenerat
 
 
 def _add(answer: Answer, choice: Mapping[str, Any]) -> None:
-    """Add a choice, or a piece of one, of a completion or of a chat."""
     message = choice.get("message") or choice.get("delta") or {}
     answer.token_ids += choice.get("token_ids") or ()
     answer.text += choice.get("text") or message.get("content") or ""

@@ -49,7 +49,6 @@ class Received:
 
     @property
     def histories(self) -> list[History]:
-        """Return the histories whose logits are needed, in order."""
         prompt = self.request.prompt
         histories: list[History] = []
         if self.request.echo is not None and self.request.logprobs is not None:
@@ -231,7 +230,6 @@ def _summed(verdicts: Sequence[Verdict]) -> SampledCase:
 
 @contextlib.contextmanager
 def _name_case(case: str, how: str) -> Iterator[None]:
-    """Prepend the case to an error."""
     try:
         yield
     except CheckError as error:

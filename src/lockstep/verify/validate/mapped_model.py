@@ -57,7 +57,6 @@ class _PagesDropped(TorchDispatchMode):
 
 
 def _mapped(array: np.ndarray) -> torch.Tensor:
-    """Wrap an array's memory in a tensor; nothing writes to it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "not writable"
         if array.dtype.name == "bfloat16":

@@ -265,7 +265,6 @@ class _Validation:
 
 
 def _bound_tensors(assembly: Assembly) -> list[str]:
-    """Return the tensors that the model's blocks take, at full depth."""
     parts = [assembly.embedding]
     for layer in assembly.layers:
         parts += layer.parts

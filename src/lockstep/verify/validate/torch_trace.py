@@ -387,7 +387,6 @@ def _numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _by_head(array: np.ndarray) -> torch.Tensor:
-    """Return [rows, heads, dim] as transformers' caches hold it, [1, heads, rows, dim]."""
     return torch.from_numpy(np.ascontiguousarray(array.swapaxes(0, 1)))[None]
 
 
