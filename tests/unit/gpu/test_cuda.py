@@ -38,6 +38,7 @@ from lockstep_gpu import libraries
 from lockstep_gpu.backends.cuda import compiler
 from lockstep_gpu.backends.cuda.backend import CudaBackend
 from lockstep_gpu.backends.cuda.kernels_file import KernelsFile
+from some import some
 
 SIZES = ("max_batch_size", "max_num_tokens", "max_seq_len")
 TOLERANCE = CONFIG.tolerance("demo-llama", "w8a16", "cuda")
@@ -225,10 +226,10 @@ class Arrays(UserDict):
         return None
 
 
-@pytest.mark.parametrize("family, graph", [
-    ("mixtral", "middle"),
-    *[pytest.param(*item, marks=pytest.mark.long) for item in (("dots1", "middle_2"), ("gpt_oss", "exit"))],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "family, graph",
+    some([("mixtral", "middle"), ("dots1", "middle_2"), ("gpt_oss", "exit"), ("llama4_text", "exit_2")]),
+)
 def test_rows_of_experts_have_the_bits_that_they_have_alone(shared, gpu, tmp_path, family, graph):
     """Against the graph in ONNX Runtime, whose rows may have other experts where two scores are nearly equal."""
     files, assembly = shared.assembled(dict(FAMILIES[family].config), "fp16")

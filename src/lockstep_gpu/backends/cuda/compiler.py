@@ -15,6 +15,7 @@ import onnx
 from lockstep.artifacts.adapters import A_SUFFIX, B_SUFFIX, IDS
 from lockstep.artifacts.signature import IO
 from lockstep.errors import CheckError
+from lockstep.onnx_tools.chosen_experts import ChosenExperts
 from lockstep.onnx_tools.cut_products import CutGraph, cut_products, run_cut
 from lockstep.onnx_tools.expert_products import with_few_experts
 from lockstep.onnx_tools.judge import Bound, measure, peak, wrong
@@ -22,6 +23,7 @@ from lockstep.onnx_tools.prepare import random_inputs
 from lockstep.onnx_tools.products import Experts, Product
 from lockstep.onnx_tools.sessions import compute, open_session
 from lockstep.onnx_tools.signature import signature_of
+from lockstep.onnx_tools.toolkit import run_passes
 from lockstep.onnx_tools.widened import in_float32, widened
 from lockstep.tolerances import KERNELS
 from lockstep.weights import e4m3
@@ -47,7 +49,7 @@ def compile_block(model: onnx.ModelProto) -> KernelsFile:
     if widened(model) is model:
         dtype = "float16"
     # Kernels compute in float32, so the graph that they are generated from and compared with does, too.
-    wide = in_float32(model)
+    wide = run_passes(in_float32(model), ChosenExperts())
     try:
         cut = cut_products(wide)
         slots = set[str]()
