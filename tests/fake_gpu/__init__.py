@@ -70,7 +70,7 @@ def installed(version: str = "10.6.0", name: str = "tensorrt") -> Iterator[Gpu]:
     fake_cublas = cublas_lt.cublas_lt(gpu)
     with contextlib.ExitStack() as stack:
         if name != "cuda":
-            backend = importlib.import_module(f"lockstep.backends.{name}.backend").BACKEND
+            backend = importlib.import_module(f"lockstep_gpu.backends.{name}.backend").BACKEND
             api = modules[backend.library.module] = tensorrt.tensorrt(gpu, version, backend.library.module)
             stack.enter_context(_as_library(backend, api))
         before = {name: _remove(name) for name in (*modules, *bound())}

@@ -265,7 +265,7 @@ def test_engines_of_a_device_that_is_not_locked_are_refused_by_a_run_and_by_veri
     locked.call("lockstep", "lock")
     lock = json.loads((locked.folder / "locks" / f"{MODEL}.lock.json").read_text())
     assert len([name for name in lock["locked"] if name.startswith("engines/fp32/onnxruntime/")]) == 2
-    locked.calljob("build")
+    locked.call(*job("build"))
     locked.call("lockstep", "verify")
 
 
@@ -281,7 +281,7 @@ def test_engines_of_a_cpu_with_other_instruction_sets_are_judged_by_their_bytes(
     before = read_json(engines)
     lock = path.read_bytes()
     locked.append("src/lockstep/backends/cpu.py", "_ISA = {name: flags[:3] for name, flags in _ISA.items()}\n")
-    locked.runjob("build")
+    locked.run(*job("build"))
     after = read_json(engines)
     assert after["device"]["isa"] != before["device"]["isa"] and after["engines"] == before["engines"]
     locked.run("lockstep", "verify")
