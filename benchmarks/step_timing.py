@@ -34,7 +34,7 @@ def breakdown(executor: GpuExecutor, batch: int) -> dict[str, float]:
         )
     executor._last_prompt = executor._in_flight = None
     executor.group.reserve(dict.fromkeys(range(batch), end), executor.lengths)
-    steps = executor._decode_calls(count, executor._adapted(range(batch)), executor._drawn(range(batch)))
+    steps = executor.decode_calls(count, executor._adapted(range(batch)), executor._drawn(range(batch)))
     for rank in executor.group.on_each_device():
         rank.state.decode(range(batch), [0] * batch, lengths.tolist(), rank.stream)
     while steps[0].graph is None:

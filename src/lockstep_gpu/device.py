@@ -17,7 +17,7 @@ ONE_GPU = "LOCKSTEP_RANKS_ON_ONE_GPU"
 class Device:
     """A rank's device, and the stream that all programs of the rank share."""
 
-    _instances: dict[int, Device] = {}
+    instances: dict[int, Device] = {}
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -27,11 +27,11 @@ class Device:
     @classmethod
     def get(cls, rank: int = 0) -> Device:
         """Return a rank's device; with `ONE_GPU` the first one. Raises CheckError if it is missing or differs."""
-        if rank not in cls._instances:
+        if rank not in cls.instances:
             number = 0 if os.environ.get(ONE_GPU) else rank
             _check_peers(number)
-            cls._instances[rank] = cls(number)
-        return cls._instances[rank]
+            cls.instances[rank] = cls(number)
+        return cls.instances[rank]
 
     def use(self) -> None:
         """Make this the calling thread's current device."""

@@ -97,7 +97,7 @@ class GpuExecutor:
         self._last_prompt: tuple[list[StepCalls], list[int]] | None = None
         # Prefill passes by (layout, adapted, drawn): how often they came, and those that are captured whole.
         self._pass_counts = Counter[tuple]()
-        self._captured = dict[tuple, list[StepCalls]]()
+        self.captured = dict[tuple, list[StepCalls]]()
         self._host_logits: np.ndarray | None = None
         self._observed = False
         self._resident: ResidentAdapters | None = None  # keeps memory alive that copies on the stream read
@@ -344,12 +344,12 @@ class GpuExecutor:
         self._in_flight = None
         if step is None or not self._matches(step, decoding, chunks):
             self._reserve(advances, self.lengths)
-            return self._enqueue_passes(decoding, chunks)
+            return self.enqueue_passes(decoding, chunks)
         if step.chunks or not chunks:
             return step
         # The speculative step had no prompts: they follow in a pass of their own.
         self._reserve(chunks, self._slot_lengths(step.lengths))
-        chunk_step = self._enqueue_passes([], chunks)
+        chunk_step = self.enqueue_passes([], chunks)
         chunk_step.passes += step.passes
         chunk_step.logits = [before | after for before, after in zip(step.logits, chunk_step.logits)]
         return chunk_step
@@ -383,7 +383,7 @@ class GpuExecutor:
             return None
         try:
             self._reserve(following, lengths)
-            step = self._enqueue_passes(decoding, chunks)
+            step = self.enqueue_passes(decoding, chunks)
         except (CheckError, InputError):
             return None  # out of memory for a step that may never be needed; if it is, its caller gets the error
         finally:
@@ -419,7 +419,7 @@ class GpuExecutor:
                 return False
         return True
 
-    def _enqueue_passes(self, decoding: Sequence[Advance], chunks: Sequence[Advance]) -> _InFlightStep:
+    def enqueue_passes(self, decoding: Sequence[Advance], chunks: Sequence[Advance]) -> _InFlightStep:
         """Enqueue a step that room was reserved for, in one pass or in two."""
         self._last_prompt = None
         lengths = _lengths_after((*decoding, *chunks))
@@ -492,7 +492,7 @@ class GpuExecutor:
     def _warm_decode(self, row_buckets: Sequence[int], adapted_choices: Sequence[bool]) -> None:
         drawn_choices = (False, True) if self.ranks[0].splits_logits else (False,)
         for count, adapted, drawn in itertools.product(row_buckets, adapted_choices, drawn_choices):
-            steps = self._decode_calls(count, adapted, drawn)
+            steps = self.decode_calls(count, adapted, drawn)
             while steps[0].graph is None:
                 self.group.launch(steps)
 
@@ -542,13 +542,13 @@ class GpuExecutor:
         tokens = None
         if decoding[0].tokens[0] >= 0:  # else all are `PREVIOUS_TOKEN`
             tokens = [advance.tokens[0] for advance in decoding]
-        steps = self._decode_calls(bucket(max(slots) + 1, self.num_slots), self._adapted(slots), self._drawn(slots))
+        steps = self.decode_calls(bucket(max(slots) + 1, self.num_slots), self._adapted(slots), self._drawn(slots))
         for rank in self.group.on_each_device():
             rank.state.decode(slots, tokens, positions, rank.stream)
         self.group.launch(steps)
         return steps
 
-    def _decode_calls(self, count: int, adapted: bool, drawn: bool) -> list[StepCalls]:
+    def decode_calls(self, count: int, adapted: bool, drawn: bool) -> list[StepCalls]:
         return [rank.decode_calls(count, adapted, drawn) for rank in self.group.on_each_device()]
 
     def _adapted(self, slots: Iterable[int]) -> bool:
@@ -607,7 +607,7 @@ class GpuExecutor:
         inputs = [rank.send(decoding, chunks, write) for rank in self.group.on_each_device()]
         layout = self.ranks[0].layout(*inputs[0])
         key = layout, adapted, drawn
-        steps = self._captured.get(key)
+        steps = self.captured.get(key)
         if steps is not None:
             self.group.launch(steps)
             return steps
@@ -616,8 +616,8 @@ class GpuExecutor:
         if layout is not None:
             self._pass_counts[key] += 1
             is_due = capture or self._pass_counts[key] == CAPTURED_AFTER
-            if is_due and len(self._captured) < _MAX_CAPTURED_PASSES:
-                self._captured[key] = steps
+            if is_due and len(self.captured) < _MAX_CAPTURED_PASSES:
+                self.captured[key] = steps
         return steps
 
 

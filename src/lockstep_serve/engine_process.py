@@ -72,7 +72,7 @@ def _serve(connection: Connection) -> None:
     engine, loader, ready = _open(options, connection.inbox.put)
     processes.freeze_heap()
     connection.send(ready)
-    _Loop(connection, engine, loader).run()
+    EngineLoop(connection, engine, loader).run()
 
 
 def _open(options: EngineOptions, deliver: Callable[[ReadAdapter], None]) -> tuple[Engine, AdapterLoader | None, Ready]:
@@ -160,7 +160,7 @@ class _Describe:
     """Asks for the state of the engine."""
 
 
-class _Loop:
+class EngineLoop:
     """The loop of the process: take what the inbox has, and step."""
 
     def __init__(self, connection: Connection, engine: Engine, loader: AdapterLoader | None):

@@ -70,7 +70,7 @@ class AnswerFormat(TokenResponse):
         """Yield server-sent events: chunks of what came meanwhile, the usage if requested, the end or an error."""
         silent = set(range(len(self._stream.choices)))  # answers of which nothing was sent
         try:
-            if opening := [self._event(choice) for choice in self.opening()]:
+            if opening := [self.event(choice) for choice in self.opening()]:
                 yield b"".join(opening)
             async for deltas in self._stream:
                 events: list[bytes] = []
@@ -78,8 +78,8 @@ class AnswerFormat(TokenResponse):
                     if delta.index in silent:
                         silent.discard(delta.index)
                         if (echo := await self.echo(delta.index)) is not None:
-                            events.append(self._event(echo))
-                    events += map(self._event, self.chunks(delta))
+                            events.append(self.event(echo))
+                    events += map(self.event, self.chunks(delta))
                 if events:
                     yield b"".join(events)
             if self._usage:
@@ -94,7 +94,7 @@ class AnswerFormat(TokenResponse):
         value = {**self._common, "object": self.CHUNK, "choices": []}
         return b"data: " + msgspec.json.encode(value).removesuffix(b"]}")
 
-    def _event(self, choice: dict[str, Any]) -> bytes:
+    def event(self, choice: dict[str, Any]) -> bytes:
         usage = b""
         if self._continuous:
             usage = _usage(self._counts_of(choice["index"]))

@@ -50,7 +50,7 @@ class Service:
         template = options.chat_template.template if options.chat_template is not None else ""
         self.tool_format = tool_format(options.tool_call_parser, template)
         self.reasoning_format = reasoning_format(options.reasoning_parser, template)
-        self._ready: Ready | None = None
+        self.first_frame: Ready | None = None
         self.counters = Counters()  # of the engine's last step
         self._earlier = Counters()  # totals of the engines that died
         self.draining = False
@@ -60,21 +60,21 @@ class Service:
         self.observers = observers
         self.engine_options = options.engine
         self.adapters = Adapters(self.name, options.adapter_root, self._is_used)
-        self._link: EngineLink | None = None
+        self.link: EngineLink | None = None
         self._restarting = False  # an engine is being started, and no attempt has failed yet
         self._numbers = itertools.count()
-        self._prompts: dict[int, PromptRequest] = {}  # by their numbers in the engine process
-        self._streams: set[Stream] = set()
+        self.prompts: dict[int, PromptRequest] = {}  # by their numbers in the engine process
+        self.streams: set[Stream] = set()
         # Counted as prompts come and go: under overload, a refusal must not walk all streams.
-        self._num_waiting = 0  # prompts that are not admitted
-        self._waiting_tokens = 0  # of these prompts
-        self._backlog_tokens = 0  # of these prompts and their longest possible answers
-        self._num_running = 0  # answers of admitted prompts
-        self._crashes: deque[float] = deque()
+        self.num_waiting = 0  # prompts that are not admitted
+        self.waiting_tokens = 0  # of these prompts
+        self.backlog_tokens = 0  # of these prompts and their longest possible answers
+        self.num_running = 0  # answers of admitted prompts
+        self.crashes: deque[float] = deque()
         self._tasks: list[asyncio.Task] = []
         self._fault: CheckError | None = None
         self.ended = asyncio.Event()  # by an internal error: nothing is served any more
-        self._tokens_per_s = 0.0  # of prompts and answers, a moving average
+        self.tokens_per_s = 0.0  # of prompts and answers, a moving average
         self._measured_at = time.monotonic()
         self._num_measured = 0  # tokens since then
 
@@ -95,7 +95,7 @@ class Service:
         fault = fault_of(error) if error is not None else "it returned"
         self._fault = CheckError(f"server: expected its task {task.get_name()} to run, found {fault}")
         self.ended.set()
-        self._fail_all(StreamError("the server failed; its log says why"))
+        self.fail_all(StreamError("the server failed; its log says why"))
 
     def check(self) -> None:
         """Raise CheckError where an internal error has ended the service."""
@@ -105,37 +105,37 @@ class Service:
     @property
     def ready(self) -> Ready:
         """Return the engine's identity and limits. The service must have been started."""
-        assert self._ready is not None
-        return self._ready
+        assert self.first_frame is not None
+        return self.first_frame
 
     async def stop(self) -> None:
         """End the engine, and all requests that have not ended."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._fail_all(StreamError("the server is shutting down", 503, "shutting_down"))
+        self.fail_all(StreamError("the server is shutting down", 503, "shutting_down"))
         await self.chat.stop()
-        if self._link is not None:
-            await self._link.stop()
+        if self.link is not None:
+            await self.link.stop()
 
     def describe(self) -> None:
         """Log what runs and waits, here and in the engine process."""
-        if self._link is not None:
-            os.kill(self._link.pid, signal.SIGUSR1)
+        if self.link is not None:
+            os.kill(self.link.pid, signal.SIGUSR1)
         log.info(
-            f"service: {len(self._streams)} streams, {self._num_running} answers running, {self._num_waiting} prompts "
-            f"of {self._waiting_tokens} tokens waiting, {self.restarts} restarts"
+            f"service: {len(self.streams)} streams, {self.num_running} answers running, {self.num_waiting} prompts "
+            f"of {self.waiting_tokens} tokens waiting, {self.restarts} restarts"
         )
 
     async def drain(self, seconds: float) -> None:
         """Take no new requests, and wait up to `seconds` for the running ones."""
         self.draining = True
         end = time.monotonic() + seconds
-        while self._streams and time.monotonic() < end:
+        while self.streams and time.monotonic() < end:
             await asyncio.sleep(0.02)
 
     def _prompts_with_adapter(self) -> list[PromptRequest]:
-        prompts = itertools.chain.from_iterable(stream.prompts for stream in self._streams)
+        prompts = itertools.chain.from_iterable(stream.prompts for stream in self.streams)
         return [prompt for prompt in prompts if prompt.request.adapter]
 
     def _is_used(self, adapter: str) -> bool:
@@ -144,14 +144,14 @@ class Service:
     @property
     def is_ready(self) -> bool:
         """Return whether requests are taken."""
-        return self._link is not None and not self.draining and self._fault is None
+        return self.link is not None and not self.draining and self._fault is None
 
     @property
     def heartbeat_age(self) -> float | None:
         """Return the seconds since the engine's last sign of life; None without engine."""
-        if self._link is None:
+        if self.link is None:
             return None
-        return time.monotonic() - self._link.last_frame
+        return time.monotonic() - self.link.last_frame
 
     @property
     def is_live(self) -> bool:
@@ -186,9 +186,9 @@ class Service:
         return {"cache_config_info": self._cache_config, "lora_requests_info": self._used_adapters}
 
     def _cache_config(self) -> tuple[dict[str, str], float] | None:
-        if self._ready is None:
+        if self.first_frame is None:
             return None
-        ready = self._ready
+        ready = self.first_frame
         labels = {"block_size": str(PAGE_SIZE), "num_gpu_blocks": str(ready.num_pages)}
         if ready.kv_cache_dtype:
             labels["cache_dtype"] = ready.kv_cache_dtype
@@ -211,15 +211,15 @@ class Service:
         return labels, time.time()
 
     def _used_pages(self) -> float:
-        return self.counters.used_pages / self.ready.num_pages if self._ready is not None else 0.0
+        return self.counters.used_pages / self.ready.num_pages if self.first_frame is not None else 0.0
 
     @property
     def num_streams(self) -> int:
-        return len(self._streams)
+        return len(self.streams)
 
     @property
     def engine_pid(self) -> int | None:
-        return None if self._link is None else self._link.pid
+        return None if self.link is None else self.link.pid
 
     def submit(self, prompts: Sequence[PromptRequest]) -> Stream:
         """Queue prompts, and return the stream of their answers. Raises StreamError."""
@@ -227,7 +227,7 @@ class Service:
             raise StreamError("the server is shutting down; try another one", 503, "shutting_down")
         if self._fault is not None:
             raise StreamError("the server failed; its log says why", 503, "server_failed")
-        if self._link is None and not self._restarting:
+        if self.link is None and not self._restarting:
             raise StreamError("the engine does not start; try again", 503, "engine_starting", retry_after=1)
         self._check_room(prompts)  # first, as a refusal under overload must be cheap
         tenant = TENANT.get()
@@ -236,14 +236,14 @@ class Service:
                 salt = f"{tenant}/{prompt.request.cache_salt}"
                 prompt.request = replace(prompt.request, cache_salt=salt)
         stream = Stream(prompts, self.tokenizer)
-        self._streams.add(stream)
+        self.streams.add(stream)
         for prompt in prompts:
             self._count_waiting(prompt, 1)
-            if self._link is None:  # `_resubmit` sends it to the next engine
+            if self.link is None:  # `resubmit` sends it to the next engine
                 continue
             prompt.number = next(self._numbers)
-            self._prompts[prompt.number] = prompt
-            self._link.send(Add(prompt.number, prompt.request))
+            self.prompts[prompt.number] = prompt
+            self.link.send(Add(prompt.number, prompt.request))
         return stream
 
     def cancel(self, stream: Stream) -> None:
@@ -254,7 +254,7 @@ class Service:
                 for choice in sorted(prompt.choices):
                     self._finish(prompt, choice, "abort")
                     stream.push(prompt.first + choice, "", None, None, "abort")
-        self._forget(stream)
+        self.forget(stream)
 
     def _check_room(self, prompts: Sequence[PromptRequest]) -> None:
         limits = self.limits
@@ -264,16 +264,16 @@ class Service:
             room = f"({limits.max_queue} that wait and {num_slots} that run)"
             message = f"prompt: expected at most {capacity} prompts {room}, found {len(prompts)}; send fewer"
             raise StreamError(message, 400, "request_too_large", param="prompt")
-        tokens = self._waiting_tokens + sum(len(prompt.request.prompt_ids) for prompt in prompts)
-        free_slots = max(0, num_slots - self._num_running)  # prompts that fit there do not wait
-        is_full = self._num_waiting + len(prompts) > limits.max_queue + free_slots
-        if is_full or (self._num_waiting and tokens > limits.max_queue_tokens):
+        tokens = self.waiting_tokens + sum(len(prompt.request.prompt_ids) for prompt in prompts)
+        free_slots = max(0, num_slots - self.num_running)  # prompts that fit there do not wait
+        is_full = self.num_waiting + len(prompts) > limits.max_queue + free_slots
+        if is_full or (self.num_waiting and tokens > limits.max_queue_tokens):
             retry_after = 1
-            if self._tokens_per_s:
-                retry_after = max(1, round(self._backlog_tokens / self._tokens_per_s))
+            if self.tokens_per_s:
+                retry_after = max(1, round(self.backlog_tokens / self.tokens_per_s))
             retry_after = min(retry_after, _MAX_RETRY_AFTER_S)
             self.metrics.refused.inc()
-            queue = f"{self._num_waiting} requests of {self._waiting_tokens} prompt tokens wait"
+            queue = f"{self.num_waiting} requests of {self.waiting_tokens} prompt tokens wait"
             limit = f"(at most {limits.max_queue} and {limits.max_queue_tokens})"
             message = f"the queue is full: {queue} {limit}; try again in {retry_after} s"
             raise StreamError(message, 429, "queue_full", retry_after)
@@ -281,68 +281,68 @@ class Service:
     def _count_waiting(self, prompt: PromptRequest, sign: int) -> None:
         request = prompt.request
         tokens = len(request.prompt_ids)
-        self._num_waiting += sign
-        self._waiting_tokens += sign * tokens
-        self._backlog_tokens += sign * (tokens + request.n * request.max_new_tokens)
+        self.num_waiting += sign
+        self.waiting_tokens += sign * tokens
+        self.backlog_tokens += sign * (tokens + request.n * request.max_new_tokens)
 
     async def _open(self) -> None:
         options = replace(self.engine_options, loaded=self.adapters.to_load())
-        link, self._ready = await EngineLink.start(options, self.limits.start)
-        for line in self.adapters.engine_started(link, self._ready):
+        link, self.first_frame = await EngineLink.start(options, self.limits.start)
+        for line in self.adapters.engine_started(link, self.first_frame):
             log.warning(line)
-        self._link = link
+        self.link = link
 
     async def _supervise(self) -> None:
         while True:
-            assert self._link is not None
+            assert self.link is not None
             reason = None
             try:
-                last_frame = await self._link.run(self._handle_frame)
+                last_frame = await self.link.run(self.handle_frame)
                 if last_frame:
                     reason = last_frame.message
             except Exception as error:  # a frame that cannot be handled: a new engine may do better
                 reason = f"what it sent cannot be handled: {fault_of(error)}"
-            dead = self._link
-            self._link = None
+            dead = self.link
+            self.link = None
             self.adapters.engine_died()
             self._earlier = Counters(**{name: self.total(name) for name in _TOTALS}, drafts=self.drafts())
             self.counters = Counters()
             code = await dead.stop()
             log.error(f"engine process {dead.pid} died: {reason or f'it ended with code {code}'}; starting another")
-            self._record_crash()
+            self.record_crash()
             self._restarting = True
             backoff = 0.5
-            while self._link is None:
+            while self.link is None:
                 try:
                     await self._open()
                 except (LockstepError, OSError) as error:
                     self._restarting = False
                     log.error(f"the engine does not start: {error}")
-                    self._fail_all(StreamError("the engine died and does not start again"))
+                    self.fail_all(StreamError("the engine died and does not start again"))
                     await asyncio.sleep(backoff)
                     backoff = min(2 * backoff, _MAX_BACKOFF_S)
             self.restarts += 1
-            self._resubmit()
+            self.resubmit()
 
-    def _record_crash(self) -> None:
+    def record_crash(self) -> None:
         """Fail requests that saw two crashes, which they may cause, and all at the second in `_CRASH_WINDOW_S`."""
         now = time.monotonic()
-        while self._crashes and now - self._crashes[0] > _CRASH_WINDOW_S:
-            self._crashes.popleft()
-        self._crashes.append(now)
-        for stream in list(self._streams):
+        while self.crashes and now - self.crashes[0] > _CRASH_WINDOW_S:
+            self.crashes.popleft()
+        self.crashes.append(now)
+        for stream in list(self.streams):
             for prompt in stream.prompts:
                 prompt.num_crashes += bool(prompt.choices)
             if any(prompt.num_crashes > 1 for prompt in stream.prompts):
-                self._fail(stream, StreamError("the engine died twice while it was at this request"))
-            elif len(self._crashes) > 1:
-                self._fail(stream, StreamError("the engine died twice within a minute"))
+                self.fail(stream, StreamError("the engine died twice while it was at this request"))
+            elif len(self.crashes) > 1:
+                self.fail(stream, StreamError("the engine died twice within a minute"))
 
-    def _resubmit(self) -> None:
+    def resubmit(self) -> None:
         """Send all unfinished requests to the new engine: each choice goes on after the tokens that it has."""
-        assert self._link is not None
-        self._prompts.clear()
-        for stream in self._streams:
+        assert self.link is not None
+        self.prompts.clear()
+        for stream in self.streams:
             for prompt in stream.prompts:
                 prompt.resumed.clear()
                 request = prompt.request
@@ -353,18 +353,18 @@ class Service:
                     request = replace(request, prompt_logprobs=None)
                 if len(prompt.choices) == request.n and not any(choice.token_ids for choice in choices):
                     prompt.number = next(self._numbers)
-                    self._prompts[prompt.number] = prompt
-                    self._link.send(Add(prompt.number, request))
+                    self.prompts[prompt.number] = prompt
+                    self.link.send(Add(prompt.number, request))
                     continue
                 for choice in sorted(prompt.choices):
                     number = next(self._numbers)
                     prompt.resumed[choice] = number
-                    self._prompts[number] = prompt
+                    self.prompts[number] = prompt
                     answer_ids = choices[choice].token_ids
                     resumed = replace(request, n=1, choice=request.choice + choice, answer_ids=answer_ids)
-                    self._link.send(Add(number, resumed))
+                    self.link.send(Add(number, resumed))
 
-    def _handle_frame(self, frame: Frame) -> None:
+    def handle_frame(self, frame: Frame) -> None:
         if isinstance(frame, Step):
             self._handle_step(frame)
         elif isinstance(frame, Refused):
@@ -373,41 +373,41 @@ class Service:
             self.adapters.engine_answered(frame)
 
     def _handle_refusal(self, frame: Refused) -> None:
-        prompt = self._prompts.get(frame.id)
+        prompt = self.prompts.get(frame.id)
         if prompt is None:
             return
         code = "invalid_grammar" if frame.param else "request_too_large"
-        self._fail(prompt.stream, StreamError(frame.message, 400, code, param=frame.param))
+        self.fail(prompt.stream, StreamError(frame.message, 400, code, param=frame.param))
 
     def _handle_step(self, frame: Step) -> None:
         self.counters = frame.counters
         now = time.monotonic()
         for number, num_cached_tokens in frame.admitted:
-            prompt = self._prompts.get(number)
+            prompt = self.prompts.get(number)
             if prompt is not None and prompt.admitted is None:
                 self._admit(prompt, num_cached_tokens, now)
         for number, first, logprobs in frame.prompt_logprobs:
-            prompt = self._prompts.get(number)
+            prompt = self.prompts.get(number)
             # Only once, where several choices of it were resumed.
             if prompt is not None and first == len(prompt.prompt_logprobs) + 1:
                 prompt.prompt_logprobs += logprobs
         num_tokens = 0
         for number, choice, token, finish, token_logprobs in frame.tokens:
-            prompt = self._prompts.get(number)
+            prompt = self.prompts.get(number)
             if prompt is None:
                 continue
             try:
                 num_tokens += self._add_token(prompt, choice, token, finish, token_logprobs, now)
             except Exception as error:  # fails this answer; the others of the step go on
                 log.error(f"a token cannot be handled: {fault_of(error)}")
-                self._fail(prompt.stream, StreamError("the server failed; its log says why"))
+                self.fail(prompt.stream, StreamError("the server failed; its log says why"))
         if num_tokens:
             self._num_measured += num_tokens
             self.metrics.generation_tokens.inc(num_tokens)
 
     def _admit(self, prompt: PromptRequest, num_cached_tokens: int, now: float) -> None:
         self._count_waiting(prompt, -1)
-        self._num_running += len(prompt.choices)
+        self.num_running += len(prompt.choices)
         prompt.admitted = now
         prompt.num_cached_tokens = num_cached_tokens
         num_tokens = len(prompt.request.prompt_ids)
@@ -438,12 +438,12 @@ class Service:
         stream.push(prompt.first + choice, text, token if is_token else None, logprobs, reason)
         if not reason:
             return is_token
-        if reason == "stop_string" and not finish and self._link is not None:
+        if reason == "stop_string" and not finish and self.link is not None:
             # A resumed choice has a number that no other choice shares.
-            self._link.send(Abort(prompt.resumed.get(choice, prompt.number), number))
+            self.link.send(Abort(prompt.resumed.get(choice, prompt.number), number))
         self._finish(prompt, choice, reason)
         if stream.done:
-            self._forget(stream)
+            self.forget(stream)
         return is_token
 
     def _fail_at_token(self, prompt: PromptRequest, reason: str) -> None:
@@ -456,72 +456,72 @@ class Service:
             message = f"{param}: the answer came to where it is too complex; simplify it"
             # 400: the same grammar would fail again, so clients should not retry.
             error = StreamError(message, 400, reason, param=param)
-        self._fail(prompt.stream, error)
+        self.fail(prompt.stream, error)
 
     def _finish(self, prompt: PromptRequest, choice: int, reason: str | None) -> None:
         """End a choice; reason: None if it does not count as an answer in the metrics."""
         prompt.choices.remove(choice)
-        self._num_running -= prompt.admitted is not None
+        self.num_running -= prompt.admitted is not None
         if reason is not None:
             self.metrics.finished(reason)
-        self._prompts.pop(prompt.resumed.pop(choice, -1), None)
+        self.prompts.pop(prompt.resumed.pop(choice, -1), None)
         if not prompt.choices:
-            self._prompts.pop(prompt.number, None)
+            self.prompts.pop(prompt.number, None)
 
     def _abort(self, prompt: PromptRequest) -> None:
         """Abort a prompt in the engine."""
         for number in list(prompt.resumed.values()) or [prompt.number]:
-            self._prompts.pop(number, None)
-            if prompt.choices and self._link is not None:
-                self._link.send(Abort(number))
+            self.prompts.pop(number, None)
+            if prompt.choices and self.link is not None:
+                self.link.send(Abort(number))
 
-    def _forget(self, stream: Stream) -> None:
-        if stream not in self._streams:
+    def forget(self, stream: Stream) -> None:
+        if stream not in self.streams:
             return
-        self._streams.remove(stream)
+        self.streams.remove(stream)
         for prompt in stream.prompts:
             if prompt.admitted is None:
                 self._count_waiting(prompt, -1)
         if not _is_refused(stream):
             self.metrics.latency.observe(time.monotonic() - stream.began)
 
-    def _fail(self, stream: Stream, error: StreamError) -> None:
+    def fail(self, stream: Stream, error: StreamError) -> None:
         stream.fail(error)
         reason = None if _is_refused(stream) else "error"
         for prompt in stream.prompts:
             self._abort(prompt)
             for choice in list(prompt.choices):
                 self._finish(prompt, choice, reason)
-        self._forget(stream)
+        self.forget(stream)
 
-    def _fail_all(self, error: StreamError) -> None:
-        for stream in list(self._streams):
-            self._fail(stream, error)
+    def fail_all(self, error: StreamError) -> None:
+        for stream in list(self.streams):
+            self.fail(stream, error)
 
     async def _watch(self) -> None:
         """Once a second, end requests that waited too long, unread streams, and an engine that hangs."""
         while True:
             await asyncio.sleep(min(1.0, self.limits.queue_timeout / 2, self.limits.stall / 2))
             now = time.monotonic()
-            self._measure(now)
+            self.measure(now)
             limit = self.limits.queue_timeout
-            for stream in list(self._streams):
+            for stream in list(self.streams):
                 if not stream.is_admitted and now - stream.began > limit:
                     message = f"the request waited for {now - stream.began:.0f} s (at most {limit:g})"
-                    self._fail(stream, StreamError(message, 503, "queue_timeout", 1))
+                    self.fail(stream, StreamError(message, 503, "queue_timeout", 1))
                 elif stream.sending_since is not None and now - stream.sending_since > self.limits.slow_reader:
                     self.cancel(stream)
-            if self._link is not None and now - self._link.last_frame > self.limits.stall:
-                log.error(f"engine process {self._link.pid} gave no sign of life for {self.limits.stall:g} s")
-                self._link.kill()
+            if self.link is not None and now - self.link.last_frame > self.limits.stall:
+                log.error(f"engine process {self.link.pid} gave no sign of life for {self.limits.stall:g} s")
+                self.link.kill()
 
-    def _measure(self, now: float) -> None:
+    def measure(self, now: float) -> None:
         elapsed = now - self._measured_at
         if self._num_measured and elapsed > 0.5:
             rate = self._num_measured / elapsed
-            if self._tokens_per_s:
-                rate = 0.7 * self._tokens_per_s + 0.3 * rate
-            self._tokens_per_s = rate
+            if self.tokens_per_s:
+                rate = 0.7 * self.tokens_per_s + 0.3 * rate
+            self.tokens_per_s = rate
         self._measured_at = now
         self._num_measured = 0
 

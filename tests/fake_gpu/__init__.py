@@ -161,10 +161,10 @@ def _build(backend: object, real: Callable, graph: Path, out: Path, options: dic
     model = run_passes(onnx.load(graph), DequantizeProducts(str(out)))
     model.metadata_props.add(key="limits", value=json.dumps({name: options[name] for name in LIMITS}))
     write_bytes(out, model.SerializeToString())
-    if not hasattr(backend, "_tactics"):  # TensorRT-RTX chooses none
+    if not hasattr(backend, "tactics"):  # TensorRT-RTX chooses none
         return Built()
     tactic = "another" if out.parent.name == "again" and out.stem == "middle" else "one"
     product = ChosenLayer("product", (), "gemm", tactic)
-    digest = backend._tactics.take(out.stem, sha256_file(graph), [product], str(out))
-    backend._tactics.take_cache(b"cache", {}, str(out))
+    digest = backend.tactics.take(out.stem, sha256_file(graph), [product], str(out))
+    backend.tactics.take_cache(b"cache", {}, str(out))
     return Built({"tactics_sha256": digest})

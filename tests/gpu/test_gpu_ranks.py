@@ -26,7 +26,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> int:
     count = cuda.device_count()
     if count < 2:
         monkeypatch.setenv(rank_device.ONE_GPU, "1")
-    monkeypatch.setattr(rank_device.Device, "_instances", {0: rank_device.Device.get(0)})
+    monkeypatch.setattr(rank_device.Device, "instances", {0: rank_device.Device.get(0)})
     return count
 
 

@@ -54,7 +54,7 @@ def curves(title: str, x_title: str, series: Series, x_ticks: Sequence[float] = 
     if not drawn:
         return Markup()
     all_points = list(itertools.chain(*drawn.values()))
-    y_ticks = _ticks(point.y for point in all_points)
+    y_ticks = log_ticks(point.y for point in all_points)
     chart = pygal.XY(
         **_options(title, x_title=x_title, **_room_for_legend(len(drawn)), **{"dots_size": 2.5, **options}),
         logarithmic=True,
@@ -63,7 +63,7 @@ def curves(title: str, x_title: str, series: Series, x_ticks: Sequence[float] = 
         x_value_formatter=_short,
     )
     chart.y_labels = y_ticks
-    chart.x_labels = x_ticks or _ticks(point.x for point in all_points)
+    chart.x_labels = x_ticks or log_ticks(point.x for point in all_points)
     for name, points in drawn.items():
         chart.add(name, [_pygal_point(point) for point in points])
     return _svg(chart)
@@ -80,7 +80,7 @@ def lines(title: str, x_title: str, names: Sequence[str], series: Mapping[str, S
     values = list(filter(None, itertools.chain(*series.values())))
     if not values:
         return Markup()
-    ticks = _ticks(values)
+    ticks = log_ticks(values)
     chart = pygal.Line(
         **_options(title, x_title=x_title, dots_size=2),
         logarithmic=True,
@@ -191,7 +191,7 @@ def _pygal_point(point: Point) -> dict[str, Any]:
     return pygal_point
 
 
-def _ticks(values: Iterable[float]) -> list[float]:
+def log_ticks(values: Iterable[float]) -> list[float]:
     """Return ticks of a logarithmic scale that enclose the values: powers of ten, or 1, 2 and 5 times these."""
     values = list(values)
     low = min(values)

@@ -126,9 +126,9 @@ class Engine:
             and chunk_size % PAGE_SIZE == 0
         )
         # Keyed by the client's salt and the adapter's digest: another adapter may be loaded under the same name.
-        self._root_key = functools.lru_cache(MAX_ROOT_KEYS)(functools.partial(root_key, model))
-        self._choices: dict[Scheduled, ActiveChoice] = {}
-        self._swapped: dict[Scheduled, Any] = {}
+        self.root_key = functools.lru_cache(MAX_ROOT_KEYS)(functools.partial(root_key, model))
+        self.choices: dict[Scheduled, ActiveChoice] = {}
+        self.swapped: dict[Scheduled, Any] = {}
         self._grammars = grammars
         # Choices of requests whose grammar is being compiled, by request number.
         self._compiling: dict[int, list[ActiveChoice]] = {}
@@ -151,7 +151,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Return whether there are requests that have not ended."""
-        return bool(self._choices)
+        return bool(self.choices)
 
     @property
     def scheduler(self) -> Scheduler:
@@ -174,7 +174,7 @@ class Engine:
         prefix: list[bytes] = []
         if self.prefix_caching and request.prompt_logprobs is None and len(prompt) > self._scheduler.options.chunk_size:
             adapter = model.adapters.digest(request.adapter) if model.adapters is not None else None
-            prefix = chunk_keys(self._root_key(request.cache_salt, adapter), prompt, self._scheduler.options.chunk_size)
+            prefix = chunk_keys(self.root_key(request.cache_salt, adapter), prompt, self._scheduler.options.chunk_size)
         samplers = self._samplers(request, prompt)
         return PreparedRequest(request, prompt, prefix, samplers, self._bad_words(request, prompt))
 
@@ -207,7 +207,7 @@ class Engine:
             f"engine: {scheduler.num_running} running, {scheduler.num_waiting} waiting, {len(self._compiling)} with "
             f"grammars that compile; {pool.num_available} of {pool.num_pages} pages free, {pool.num_cached} cached"
         )
-        for scheduled, choice in self._choices.items():
+        for scheduled, choice in self.choices.items():
             num_pages = len(tables[scheduled.slot]) if scheduled.slot >= 0 else 0
             yield (
                 f"request {choice.index} ({choice.request.id}): choice {choice.number} {scheduled.status.name.lower()} "
@@ -223,7 +223,7 @@ class Engine:
         Raises what `prepare` does, and InputError for a request whose KV cache could never fit.
         """
         index = self._next_index if index is None else index
-        if not self._choices:
+        if not self.choices:
             # A step launched ahead for requests that have all ended must not count as this request's time.
             self._step_start = None
         prepared = request if isinstance(request, PreparedRequest) else self.prepare(request)
@@ -244,12 +244,12 @@ class Engine:
         self._next_index = max(self._next_index, index + 1)
         for scheduled, sampler, word_filter in zip(choices, prepared.samplers, prepared.bad_words):
             replayed = deque(request.answer_ids)
-            self._choices[scheduled] = ActiveChoice(
+            self.choices[scheduled] = ActiveChoice(
                 index, sampler.choice, request, prompt, sampler, scheduled, replayed=replayed, bad_words=word_filter
             )
-        self._choices[choices[0]].prompt_logprobs = request.prompt_logprobs
+        self.choices[choices[0]].prompt_logprobs = request.prompt_logprobs
         if self._grammars is not None and request.grammar is not None:
-            self._compiling[index] = [self._choices[scheduled] for scheduled in choices]
+            self._compiling[index] = [self.choices[scheduled] for scheduled in choices]
             self._grammars.submit(index, request.grammar, request.answer_ids)
         return index
 
@@ -274,7 +274,7 @@ class Engine:
         The request may be queued, running or swapped out. Returns False if it has ended already.
         """
         aborted = [
-            choice for choice in self._choices.values() if choice.index == index and number in (None, choice.number)
+            choice for choice in self.choices.values() if choice.index == index and number in (None, choice.number)
         ]
         self._aborted.add((index, number))
         if number is not None:
@@ -282,7 +282,7 @@ class Engine:
                 self._hand_over_prompt(choice)
         self._end_all(aborted)
         compiling = self._compiling.get(index, ())
-        is_needed = any(choice.scheduled in self._choices for choice in compiling)
+        is_needed = any(choice.scheduled in self.choices for choice in compiling)
         if self._grammars is not None and compiling and not is_needed:
             self._grammars.forget(index)
             del self._compiling[index]
@@ -291,7 +291,7 @@ class Engine:
     def close(self) -> None:
         for index in [*self._compiling]:
             self.abort(index)
-        self._end_all([*self._choices.values()])
+        self._end_all([*self.choices.values()])
 
     def run(self, requests: Iterable[Request] = ()) -> Iterator[Token]:
         """Add requests and yield their tokens until all have ended. Closing the iterator early aborts all requests."""
@@ -398,9 +398,9 @@ class Engine:
         for scheduled, _ in step.shares:
             row = next(remaining_rows)
             if not scheduled.in_prompt:
-                first_rows += [(self._choices[choice], row) for choice in (scheduled, *self._fork(scheduled))]
+                first_rows += [(self.choices[choice], row) for choice in (scheduled, *self._fork(scheduled))]
             if draft := step.drafts.get(scheduled):
-                drafted.append((self._choices[scheduled], draft, [next(remaining_rows) for _ in draft]))
+                drafted.append((self.choices[scheduled], draft, [next(remaining_rows) for _ in draft]))
         tokens = self._choose(first_rows)
         if drafted:
             tokens += self._verify(drafted)
@@ -417,13 +417,13 @@ class Engine:
         assert self.speculation is not None
         tokens: list[Token] = []
         accepted = Counter[ActiveChoice]()
-        drafted = [entry for entry in drafted if entry[0].scheduled in self._choices]
+        drafted = [entry for entry in drafted if entry[0].scheduled in self.choices]
         continued = drafted
         for number in itertools.count():
             continued = [
                 (choice, draft, rows)
                 for choice, draft, rows in continued
-                if number < len(draft) and choice.scheduled in self._choices and choice.answer[-1] == draft[number]
+                if number < len(draft) and choice.scheduled in self.choices and choice.answer[-1] == draft[number]
             ]
             if not continued:
                 break
@@ -434,7 +434,7 @@ class Engine:
         for choice, draft, _ in drafted:
             self.speed.decode_tokens += accepted[choice]
             self.speculation.verified(choice, len(draft), accepted[choice])
-            if choice.scheduled in self._choices:
+            if choice.scheduled in self.choices:
                 self._model.keep(choice.scheduled.slot, choice.scheduled.num_computed)
         return tokens
 
@@ -468,18 +468,18 @@ class Engine:
         model = self._model
         scheduler = self._scheduler
         while (victim := scheduler.victim()) is not None:
-            self._swapped[victim] = model.swap_out(victim.slot)
-            self._choices[victim].forget_slot()
-            self._forget_drafts(self._choices[victim])
+            self.swapped[victim] = model.swap_out(victim.slot)
+            self.choices[victim].forget_slot()
+            self._forget_drafts(self.choices[victim])
             scheduler.swapped_out(victim)
         if scheduler.is_spread:
             for request, slot in scheduler.compact():
                 model.move(slot, request.slot)
-                self._choices[request].forget_slot()
+                self.choices[request].forget_slot()
         step = scheduler.schedule()
         for request in step.swapped_in:
-            model.swap_in(request.slot, self._swapped.pop(request))
-        self.admitted += [(self._choices[request].index, request.num_computed) for request, _ in step.admitted]
+            model.swap_in(request.slot, self.swapped.pop(request))
+        self.admitted += [(self.choices[request].index, request.num_computed) for request, _ in step.admitted]
         try:
             for request, pages in step.admitted:
                 if self.prefix_caching:
@@ -499,7 +499,7 @@ class Engine:
         """Add drafts to a step that has no prompts."""
         if self.speculation is None or any(scheduled.in_prompt for scheduled, _ in step.shares):
             return
-        choices = {self._choices[scheduled]: scheduled for scheduled, _ in step.shares}
+        choices = {self.choices[scheduled]: scheduled for scheduled, _ in step.shares}
         room = {
             choice: min(scheduled.max_tokens - scheduled.num_computed - 1, self._model.room(scheduled.num_computed + 1))
             for choice, scheduled in choices.items()
@@ -515,7 +515,7 @@ class Engine:
             return False
         if step.drafts:
             return True
-        choices = [self._choices[scheduled] for scheduled, _ in step.shares if not scheduled.in_prompt]
+        choices = [self.choices[scheduled] for scheduled, _ in step.shares if not scheduled.in_prompt]
         return len(choices) == len(step.shares) and self.speculation.is_due(choices, self._max_verified)
 
     @property
@@ -576,7 +576,7 @@ class Engine:
         """
         advances = []
         for scheduled, count in step.shares:
-            choice = self._choices[scheduled]
+            choice = self.choices[scheduled]
             start = scheduled.num_computed
             if scheduled.in_prompt:
                 tokens = choice.prompt[start : start + count].astype(np.int64)
@@ -610,7 +610,7 @@ class Engine:
             number
             for number, (scheduled, count) in enumerate(step.shares)
             if scheduled.num_computed + count >= scheduled.num_prompt_tokens
-            and self._choices[scheduled].needs_logits(self._device_processes)
+            and self.choices[scheduled].needs_logits(self._device_processes)
         ]
 
     def _computed(self, step: SchedulerOutput) -> None:
@@ -631,7 +631,7 @@ class Engine:
         if self._scheduler.is_spread or self._drafts_follow(step):
             return False
         for scheduled, _ in step.shares:
-            choice = self._choices[scheduled]
+            choice = self.choices[scheduled]
             if not scheduled.in_prompt and (scheduled.siblings or choice.replayed or choice.mask_needs_answer):
                 return False
         return self._scheduler.victim() is None
@@ -644,7 +644,7 @@ class Engine:
 
     def _collect_prompt_logprobs(self, step: SchedulerOutput) -> None:
         for number, (scheduled, _) in enumerate(step.shares):
-            choice = self._choices[scheduled]
+            choice = self.choices[scheduled]
             if choice.prompt_logprobs is None or not scheduled.in_prompt:
                 continue
             logprobs = []
@@ -681,21 +681,21 @@ class Engine:
 
     def _hand_over_prompt(self, choice: ActiveChoice) -> None:
         """Let the next sibling compute the prompt, which would otherwise end with this choice."""
-        sibling = next((sibling for sibling in choice.scheduled.siblings if sibling in self._choices), None)
+        sibling = next((sibling for sibling in choice.scheduled.siblings if sibling in self.choices), None)
         if sibling is None:
             return
-        heir = self._choices[sibling]
+        heir = self.choices[sibling]
         heir.scheduled = choice.scheduled
         choice.scheduled = sibling
-        self._choices[heir.scheduled] = heir
-        self._choices[choice.scheduled] = choice
+        self.choices[heir.scheduled] = heir
+        self.choices[choice.scheduled] = choice
         heir.prompt_logprobs = choice.prompt_logprobs
         heir.forget_slot()
 
     def _end_all(self, choices: Iterable[ActiveChoice]) -> None:
         for choice in choices:
             # A sibling may have ended with the choice that computed its prompt.
-            if choice.scheduled in self._choices:
+            if choice.scheduled in self.choices:
                 self._end(choice)
 
     def _end(self, choice: ActiveChoice) -> None:
@@ -703,9 +703,9 @@ class Engine:
         scheduled = choice.scheduled
         waiting_siblings = [sibling for sibling in scheduled.siblings if sibling.status is not Status.RUNNING]
         for ended in (scheduled, *waiting_siblings):
-            if ended in self._choices:
-                self._forget_drafts(self._choices.pop(ended))
-            self._swapped.pop(ended, None)
+            if ended in self.choices:
+                self._forget_drafts(self.choices.pop(ended))
+            self.swapped.pop(ended, None)
             if ended.slot >= 0:
                 self._model.release(ended.slot)
         self._scheduler.finish(scheduled)

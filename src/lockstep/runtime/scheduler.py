@@ -158,7 +158,7 @@ class Scheduler:
         self._lookahead = LOOKAHEAD if options.lookahead is None else options.lookahead
         self.num_swaps = 0
         # A heap: low slots first, so that decoding rows are adjacent.
-        self._free_slots = list(range(options.num_slots))
+        self.free_slots = list(range(options.num_slots))
         # A heap for each adapter.
         self._waiting: dict[str | None, list[tuple[tuple[int, int], Scheduled]]] = {}
         self._num_waiting = 0
@@ -173,7 +173,7 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Return how many requests (each choice counts) hold a slot."""
-        return self.options.num_slots - len(self._free_slots)
+        return self.options.num_slots - len(self.free_slots)
 
     @property
     def num_waiting(self) -> int:
@@ -187,7 +187,7 @@ class Scheduler:
 
         Raises InputError for a request that needs more pages or slots than there are.
         """
-        needed = self._pages_for(request, request.max_tokens)
+        needed = self.pages_for(request, request.max_tokens)
         num_pages = self.tables.pool.num_pages
         if needed > num_pages:
             raise InputError(
@@ -270,7 +270,7 @@ class Scheduler:
         False while requests wait: they will take the free slots.
         """
         count = len(self._running)
-        if not self.options.compacts or not count or len(self._free_slots) < count or self.num_waiting:
+        if not self.options.compacts or not count or len(self.free_slots) < count or self.num_waiting:
             return False
         highest = max(request.slot for request in self._running)
         return highest >= 1 << (count - 1).bit_length() and not any(map(_is_forking, self._running))
@@ -281,8 +281,8 @@ class Scheduler:
         for request in self._running:
             if request.slot >= len(self._running):
                 slot = request.slot
-                request.slot = heapq.heappop(self._free_slots)
-                heapq.heappush(self._free_slots, slot)
+                request.slot = heapq.heappop(self.free_slots)
+                heapq.heappush(self.free_slots, slot)
                 self.tables.move(slot, request.slot)
                 if self.residency is not None:
                     self.residency.move(slot, request.slot)
@@ -382,8 +382,8 @@ class Scheduler:
         used_slots = list[int]()
         for request in self._running:
             used_slots += request.slots
-        assert sorted([*used_slots, *self._free_slots]) == list(range(self.options.num_slots))
-        assert all(not self.tables[slot] for slot in self._free_slots)
+        assert sorted([*used_slots, *self.free_slots]) == list(range(self.options.num_slots))
+        assert all(not self.tables[slot] for slot in self.free_slots)
         self.tables.pool.check()
 
     def _chunks(self, request: Scheduled, budget: int, decoding: bool) -> int:
@@ -437,7 +437,7 @@ class Scheduler:
         while (request := self._first_waiting(skipped_adapters)) is not None:
             # Other siblings have been aborted.
             request.siblings = [sibling for sibling in request.siblings if sibling.status is Status.FORKING]
-            if len(self._free_slots) <= len(request.siblings):
+            if len(self.free_slots) <= len(request.siblings):
                 return
             if self._must_wait_for_adapter(request, adapters_blocked):
                 skipped_adapters.add(request.adapter)
@@ -459,7 +459,7 @@ class Scheduler:
     def _must_wait_for_adapter(self, request: Scheduled, adapters_blocked: bool) -> bool:
         if adapters_blocked and request.adapter is not None:
             return True
-        return self.residency is not None and not self.residency.can_claim(self._free_slots[0], request.adapter)
+        return self.residency is not None and not self.residency.can_claim(self.free_slots[0], request.adapter)
 
     def _is_blocked_for_long(self, request: Scheduled) -> bool:
         """Record that only a slot for the request's adapter is missing; return whether it has been so for long."""
@@ -475,7 +475,7 @@ class Scheduler:
         tokens = request.max_tokens
         if self.options.admission == "optimistic":
             tokens = min(tokens, request.num_prompt_tokens + self._lookahead)
-        needed = self._pages_for(request, tokens)
+        needed = self.pages_for(request, tokens)
         if tables.shares:
             needed -= len(prefix_pages)
         if needed > tables.pool.num_available:
@@ -492,7 +492,7 @@ class Scheduler:
         self._insert(request)
         return True
 
-    def _pages_for(self, request: Scheduled, tokens: int) -> int:
+    def pages_for(self, request: Scheduled, tokens: int) -> int:
         """Return the pages that a request and its siblings need for `tokens` each."""
         pages_for = self.tables.pages_for
         return pages_for(tokens) + len(request.siblings) * pages_for(tokens - self._shared_tokens(request))
@@ -514,7 +514,7 @@ class Scheduler:
         for request in [*self._swapped]:
             # Reserve as at admission: the steps of a prompt allocate no pages.
             tokens = min(request.max_tokens, max(request.num_prompt_tokens, request.num_computed) + self._lookahead)
-            if not self._free_slots or self.tables.pages_for(tokens) > self.tables.pool.num_available:
+            if not self.free_slots or self.tables.pages_for(tokens) > self.tables.pool.num_available:
                 return False, adapters_blocked
             if request.adapter in skipped_adapters or self._must_wait_for_adapter(request, adapters_blocked):
                 skipped_adapters.add(request.adapter)
@@ -529,7 +529,7 @@ class Scheduler:
         return True, adapters_blocked
 
     def _claim_slot(self, request: Scheduled) -> None:
-        request.slot = heapq.heappop(self._free_slots)
+        request.slot = heapq.heappop(self.free_slots)
         if self.residency is not None:
             claimed = self.residency.claim(request.slot, request.adapter)
             assert claimed, "`_must_wait_for_adapter` was called for this request"
@@ -566,7 +566,7 @@ class Scheduler:
             self.tables.release(request.slot)
             if self.residency is not None:
                 self.residency.release(request.slot)
-            heapq.heappush(self._free_slots, request.slot)
+            heapq.heappush(self.free_slots, request.slot)
             request.slot = -1
 
 

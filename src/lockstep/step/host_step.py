@@ -178,9 +178,9 @@ class HostStep:
         for chunk in layout.chunks:
             if isinstance(chunk, Chunk) and chunk.keeps_states:
                 self.kept_states[chunk.end] = cache.empty_states()
-        self._calls: list[Callable[[], None]] = []
+        self.calls: list[Callable[[], None]] = []
         if observer is not None:
-            self._calls.append(functools.partial(observer.step, self.tokens))
+            self.calls.append(functools.partial(observer.step, self.tokens))
         self._add_block(network.embedding, values)
         self._decoded: Mapping[int, np.ndarray] = {}
         # One engine of all layers, if the backend has it and the step is a plain decode step.
@@ -213,7 +213,7 @@ class HostStep:
     def run(self, decoded: Mapping[int, np.ndarray]) -> None:
         """Run the step, and write new states. decoded: see `write_decoded`."""
         self._decoded = decoded
-        for call in self._calls:
+        for call in self.calls:
             call()
 
     def logits_behind(self, rows: np.ndarray) -> np.ndarray:
@@ -247,9 +247,9 @@ class HostStep:
     def _add_block(self, block: Block, values: dict[str, np.ndarray], layer: int | None = None) -> None:
         inputs = _inputs(block, values)
         outputs = {io.name: self._buffer(io) for io in block.signature.outputs}
-        self._calls.append(block.run.prepare(inputs, outputs))
+        self.calls.append(block.run.prepare(inputs, outputs))
         if self._observer is not None and layer is not None:
-            self._calls.append(functools.partial(self._observer.block, "block", layer, inputs, outputs))
+            self.calls.append(functools.partial(self._observer.block, "block", layer, inputs, outputs))
         values.update({io.key: outputs[io.name] for io in block.signature.outputs})
 
     def _add_decode_layers(self, layers: HostExecutable, network: Network, values: dict[str, np.ndarray]) -> None:
@@ -264,7 +264,7 @@ class HostStep:
         for io in network.exit.signature.inputs:
             if f"{io.key}_out" in layers.outputs:
                 values[io.key] = outputs[f"{io.key}_out"] = self._buffer(io)
-        self._calls.append(layers.prepare(inputs, outputs))
+        self.calls.append(layers.prepare(inputs, outputs))
 
     def _add_exit(self, block: Block, values: Mapping[str, np.ndarray]) -> None:
         """Add the last call. Sharded logits are gathered only when `logits` is called."""
@@ -278,9 +278,9 @@ class HostStep:
             self._parts = parts.get("logits", ())
         else:
             call = block.run.prepare(inputs, outputs)
-        self._calls.append(call)
+        self.calls.append(call)
         if self._observer is not None:
-            self._calls.append(functools.partial(self._observer.block, "exit", self._num_layers - 1, inputs, outputs))
+            self.calls.append(functools.partial(self._observer.block, "exit", self._num_layers - 1, inputs, outputs))
 
     def _add_attention(self, index: int, layer_attention: LayerAttention, values: dict[str, np.ndarray]) -> None:
         attention = self._buffer(layer_attention.attention, self.layout.num_tokens)
@@ -300,7 +300,7 @@ class HostStep:
             past = self._past(index, chunk, layer_attention)
             lengths = np.array([chunk.start], np.int64)
             self._add_call(layer_attention, "prefill", tokens, values, past, lengths, attention, key, value)
-            self._calls.append(functools.partial(cache.write, index, chunk.place, chunk.start, key, value))
+            self.calls.append(functools.partial(cache.write, index, chunk.place, chunk.start, key, value))
         values["attention"] = attention
 
     def _add_state(self, index: int, mixer: LayerState, values: dict[str, np.ndarray]) -> None:
@@ -311,14 +311,14 @@ class HostStep:
         for part, tokens in zip(decoding, slices):
             state = self._cache.state(index, part.capacity, part.low, part.high)
             new = self._add_state_call(mixer, "decode", tokens, values, state, output)
-            self._calls.append(functools.partial(self._write_states, part, state, new))
+            self.calls.append(functools.partial(self._write_states, part, state, new))
         for chunk, tokens in zip(self.layout.chunks, slices[len(decoding) :]):
             state = self._cache.state(index, chunk.place.capacity, chunk.place.row, chunk.place.row + 1)
             new = self._add_state_call(mixer, "prefill", tokens, values, state, output)
-            self._calls.append(functools.partial(np.copyto, state, new))
+            self.calls.append(functools.partial(np.copyto, state, new))
             if isinstance(chunk, Chunk) and chunk.end in self.kept_states:
                 group, number = self._cache.layer(index)
-                self._calls.append(functools.partial(np.copyto, self.kept_states[chunk.end][group][number], new[0]))
+                self.calls.append(functools.partial(np.copyto, self.kept_states[chunk.end][group][number], new[0]))
         values["attention"] = output
 
     def _add_state_call(
@@ -334,7 +334,7 @@ class HostStep:
         (new,) = self._buffers.setdefault(("state", state.shape), [np.empty(state.shape, state.dtype)])
         inputs = {name: values[name][tokens] for name in mixer.variant.inputs}
         inputs["past_state"] = state
-        self._calls.append(mixer.engines[phase].prepare(inputs, {"attention": output[tokens], "state_out": new}))
+        self.calls.append(mixer.engines[phase].prepare(inputs, {"attention": output[tokens], "state_out": new}))
         return new
 
     def _write_states(self, part: Rows, state: np.ndarray, new: np.ndarray) -> None:
@@ -361,7 +361,7 @@ class HostStep:
         for number in range(tokens.start, tokens.stop):
             token = slice(number, number + 1)
             inputs = {name: values[name][token] for name in ("query", "key", "value", "position_ids")}
-            self._calls.append(functools.partial(row, inputs, attention[token]))
+            self.calls.append(functools.partial(row, inputs, attention[token]))
 
     def _past(self, index: int, chunk: Chunk, layer_attention: LayerAttention) -> tuple[np.ndarray, np.ndarray]:
         """Return the keys and values of a chunk's past, copied by a call before it, contiguous.
@@ -378,7 +378,7 @@ class HostStep:
         if chunk.start:
             row = self._cache.view(index, chunk.place.capacity, chunk.place.row, chunk.place.row + 1)
             for buffer, cached in zip(pair, row):
-                self._calls.append(functools.partial(np.copyto, buffer, cached[:, :, :length]))
+                self.calls.append(functools.partial(np.copyto, buffer, cached[:, :, :length]))
         return pair[0], pair[1]
 
     def _add_call(
@@ -397,7 +397,7 @@ class HostStep:
         inputs |= {"past_key": past[0], "past_value": past[1], "past_lengths": past_lengths}
         inputs = {name: inputs[name] for name in layer_attention.inputs[phase]}
         outputs = {"attention": attention[tokens], "key_out": key_out, "value_out": value_out}
-        self._calls.append(layer_attention.engines[phase].prepare(inputs, outputs))
+        self.calls.append(layer_attention.engines[phase].prepare(inputs, outputs))
 
     def _buffer(self, io: IO, first_dim: int | None = None) -> np.ndarray:
         """Return one of two alternating buffers of a name, because a block reads the value that it replaces."""

@@ -52,8 +52,8 @@ class FusedAttention:
         self.capacity = pages_per_row * PAGE
         self._host_table = np.zeros((rows, pages_per_row), np.int32)
         self._sent = [0] * rows  # pages of each row that are in the device's page table
-        self._table = cuda.zeros(self._host_table.shape, "i4")
-        self._table_staging = Staging(self._table.nbytes, 1)
+        self.table = cuda.zeros(self._host_table.shape, "i4")
+        self._table_staging = Staging(self.table.nbytes, 1)
         self._verify_table = cuda.zeros((max_verify_tokens, pages_per_row), "i4")  # row i: that of its token's slot
         self._verify_staging = Staging(self._verify_table.nbytes, 1)
         # Layers of one variant share tables and kernels, by the id of their `LayerAttention`.
@@ -92,7 +92,7 @@ class FusedAttention:
             self._host_table[row, : len(pages)] = pages
             self._sent[row] = len(pages)
         if grown:
-            self._table_staging.send(self._stream, [(self._table, self._host_table)])
+            self._table_staging.send(self._stream, [(self.table, self._host_table)])
         return False
 
     def reset(self, row: int) -> None:
@@ -153,11 +153,11 @@ class FusedAttention:
         return self._prompts.layout()
 
     def decode_calls(self, index: int, values: Arrays, rows: cuda.Array) -> Calls:
-        return [self._attend(self._decode, index, *self._tokens(index, values, rows, self._table))]
+        return [self._attend(self._decode, index, *self._tokens(index, values, rows, self.table))]
 
     def token_calls(self, index: int, values: Arrays, rows: cuda.Array) -> Calls:
         """Return RoPE and the cache writes of all tokens. The decode kernel repeats those of its rows, bit for bit."""
-        tokens, _ = self._tokens(index, values, rows, self._table)
+        tokens, _ = self._tokens(index, values, rows, self.table)
         _, call = self._apply_rope(index, tokens)
         return [call]
 
@@ -182,12 +182,12 @@ class FusedAttention:
         """Return attention of the prompts by the decode kernel."""
         prompts = slice(tokens.num_decoding, tokens.num_tokens)
         prompt_values = {name: array[prompts] for name, array in values.items()}
-        paged_tokens, out = self._tokens(index, prompt_values, tokens.rows[prompts], self._table)
+        paged_tokens, out = self._tokens(index, prompt_values, tokens.rows[prompts], self.table)
         return [self._attend(self._by_row, index, paged_tokens, out)]
 
     def _prompt_part(self, index: int, values: Arrays, rows: cuda.Array, call: PromptCall) -> Calls:
         """Return attention of the prompts by cuDNN."""
-        tokens, out = self._tokens(index, values, rows, self._table)
+        tokens, out = self._tokens(index, values, rows, self.table)
         query_out, _ = self._apply_rope(index, tokens)
         spec = self._specs[id(self._layers[index])]
         return [("attention", run) for run in self._prompts.calls(spec, call, query_out, tokens, out)]

@@ -38,7 +38,7 @@ class TracedAttention(SlicedAttention):
         self._max = max_seq_len
         self._kernels = kernels
         self.capacity = 0
-        self._cache: dict[int, tuple[cuda.Array, cuda.Array]] = {}  # keys and values, by layer
+        self.cache: dict[int, tuple[cuda.Array, cuda.Array]] = {}  # keys and values, by layer
 
     def reserve(self, lengths_after: Mapping[int, int], lengths: np.ndarray) -> bool:
         used = int(lengths.max())
@@ -48,7 +48,7 @@ class TracedAttention(SlicedAttention):
             capacity *= 2
         capacity = min(capacity, self._max)
         # Shrink only below a third, so that lengths around a power of two don't reallocate at each step.
-        if self._cache and capacity <= self.capacity < 3 * capacity:
+        if self.cache and capacity <= self.capacity < 3 * capacity:
             return False
         cache = {}
         for index, layer_attention in self._layers.items():
@@ -58,7 +58,7 @@ class TracedAttention(SlicedAttention):
             what = "the KV cache"
             cache[index] = cuda.zeros(keys, self._dtype, what), cuda.zeros(values, self._dtype, what)
         if used:
-            for index, arrays in self._cache.items():
+            for index, arrays in self.cache.items():
                 for old, new in zip(arrays, cache[index]):
                     rows = self._rows * new.shape[1]
                     width = new.shape[3] * new.dtype.itemsize
@@ -66,13 +66,13 @@ class TracedAttention(SlicedAttention):
                     old_pitch = self.capacity * width
                     self._stream.copy_rows(new.address, pitch, old.address, old_pitch, used * width, rows)
         self._stream.synchronize()  # before the old arrays are freed
-        self._cache = cache
+        self.cache = cache
         self.capacity = capacity
         return True
 
     def reset(self, row: int) -> None:
         """Clear a row: masked elements have weight 0, but 0 times a stale infinity would be NaN."""
-        for arrays in self._cache.values():
+        for arrays in self.cache.values():
             for array in arrays:
                 row_array = array[row : row + 1]
                 self._stream.fill_zero(row_array.address, row_array.nbytes, row_array.nbytes, 1)
@@ -85,7 +85,7 @@ class TracedAttention(SlicedAttention):
 
     def _calls(self, index: int, values: Arrays, rows: cuda.Array, chunks: Chunks, captured: bool) -> Calls:
         layer_attention = self._layers[index]
-        cached_keys, cached_values = self._cache[index]
+        cached_keys, cached_values = self.cache[index]
         shape = layer_attention.cache
         total = values["attention"].shape[0]
         positions = values["position_ids"]

@@ -144,7 +144,7 @@ class Rank:
             self.captured_tokens = 0  # a context keeps the sizes of one pass, so no graph of another stays valid
         else:
             self.captured_tokens = CAPTURED_TOKENS if exchange is None else CAPTURED_TOKENS_OF_RANKS
-        self._prompts = PromptInputs(self._largest_pass, num_slots, integer, self.captured_tokens, self.stream)
+        self.prompts = PromptInputs(self._largest_pass, num_slots, integer, self.captured_tokens, self.stream)
         self.graphs: dict[tuple, cuda.Graph | None] = {}  # by the key of a part; None: it has run once
         sizes = num_slots, max_seq_len, MAX_VERIFY_TOKENS, self._largest_pass
         self._layer_attention = make_attention(network, tables, *sizes, self._kernels, self._buffer, self.stream)
@@ -224,9 +224,9 @@ class Rank:
         adapters = self.state.adapters
         previous_tokens = self.state.token_ids
         if decoding:
-            inputs, tokens = self._prompts.send_mixed(decoding, chunks, previous_tokens, adapters, write)
+            inputs, tokens = self.prompts.send_mixed(decoding, chunks, previous_tokens, adapters, write)
         else:
-            inputs, tokens = self._prompts.send(chunks, write, adapters)
+            inputs, tokens = self.prompts.send(chunks, write, adapters)
         for attention in self.attentions:
             attention.begin(tokens)
         return inputs, tokens
@@ -491,7 +491,7 @@ class Rank:
 
     def _bind_prompts(self, adapted: bool) -> Iterator[DeviceBlock]:
         """Yield the blocks of a prefill pass, bound to buffers of the largest pass."""
-        arrays = self._prompts.arrays
+        arrays = self.prompts.arrays
         network = self.network
         largest = self._largest_pass
         values = arrays.values()

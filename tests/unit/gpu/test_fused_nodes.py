@@ -89,4 +89,4 @@ def test_layers_in_one_graph_have_the_bits_of_their_engines(tiny, monkeypatch):
     actual = [*logits(full)]
     expected = [*logits(cut)]
     assert all(np.array_equal(*pair) for pair in zip(actual, expected, strict=True))
-    assert [len(model.executor.last_step[0]._calls) for model in (full, cut)] == [3, 8]
+    assert [len(model.executor.last_step[0].calls) for model in (full, cut)] == [3, 8]

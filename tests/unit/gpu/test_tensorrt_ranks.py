@@ -219,7 +219,7 @@ def test_blocks_and_attention_of_passes_are_graphs(open_model, monkeypatch: pyte
         # of prompts of 45 and 8 tokens, of 100 together with a row, of 24 and 1 together with two: padded
         assert {key[2] for key in rank.graphs if key[0] == "block"} == {64, 128, 32}
         assert {key[0] for key in rank.graphs} == {"block", "decode", "prompts"}
-    full = model.executor._captured.values()
+    full = model.executor.captured.values()
     assert len(full) == 4 and all(step.graph is not None for steps in full for step in steps)
 
 

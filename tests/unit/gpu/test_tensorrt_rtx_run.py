@@ -151,7 +151,7 @@ def caches(engines):
 
 def begin_again():
     """As the next process finds it."""
-    library.TENSORRT_RTX._caches.clear()
+    library.TENSORRT_RTX.caches.clear()
 
 
 def decode(model):

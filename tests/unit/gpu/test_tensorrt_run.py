@@ -470,7 +470,7 @@ def test_rows_decode_by_themselves_where_prompts_would_take_the_profile_of_longe
     ]  # fmt: skip
     model.step_tokens([Advance(0, np.arange(9), 0)])
     for held, (count, expected) in enumerate(((4, "send"), (511, "send_mixed"), (512, "send"), (30, "send_mixed")), 9):
-        made = model.executor.ranks[0]._prompts
+        made = model.executor.ranks[0].prompts
         sent = []
         for name in ("send", "send_mixed"):
             real = getattr(made, name)
@@ -485,10 +485,10 @@ def put_passes(model, monkeypatch):
     """Fills with the lengths of what each step brings that is put on the streams."""
     executor = model.executor
     put = []
-    put_passes = executor._enqueue_passes
+    put_passes = executor.enqueue_passes
     monkeypatch.setattr(
         executor,
-        "_enqueue_passes",
+        "enqueue_passes",
         lambda decoding, chunks: (
             put.append([len(chunk.tokens) for chunk in (*decoding, *chunks)]),
             put_passes(decoding, chunks),
@@ -617,9 +617,7 @@ def test_any_schedule_gives_the_tokens_of_each_request_alone_with_steps_begun_ea
 
 def tables(model):
     """Addresses of the page tables of a model."""
-    return {
-        attention._table.address for attention in model.executor.ranks[0].attentions if hasattr(attention, "_table")
-    }
+    return {attention.table.address for attention in model.executor.ranks[0].attentions if hasattr(attention, "table")}
 
 
 def test_prompts_that_arrive_follow_the_step_that_is_under_way(demo, open_model, form, gpu):
@@ -768,7 +766,7 @@ def test_a_prompt_is_worked_on_while_it_is_prepared_and_may_fail_half_way(
     assert gpu.plain > before and [both.found.length(slot) for slot in range(3)] == held
     # what is left of it in the new row, as bad as numbers can be; pages are not looked at behind what a row holds
     if form[2] == "traced":
-        for array in (array for pair in both.found.executor.ranks[0].attentions[0]._cache.values() for array in pair):
+        for array in (array for pair in both.found.executor.ranks[0].attentions[0].cache.values() for array in pair):
             gpu.array(array.address, array.shape, array.dtype)[2] = np.nan
     both.step(0, prompts=[(1, 3), (2, 10)])
     for _ in range(3):
@@ -961,12 +959,12 @@ def test_requests_that_are_left_in_high_slots_move_to_low_ones_with_their_tokens
     alone = [tokens_of(Engine(model, prefix_caching=False), [request])[0, 0] for request in requests]
     engine = Engine(model, prefix_caching=False)
     rows = []
-    decode_calls = model.executor._decode_calls
-    model.executor._decode_calls = lambda count, *arguments: (rows.append(count), decode_calls(count, *arguments))[1]
+    decode_calls = model.executor.decode_calls
+    model.executor.decode_calls = lambda count, *arguments: (rows.append(count), decode_calls(count, *arguments))[1]
     try:
         found = tokens_of(engine, requests)
     finally:
-        del model.executor._decode_calls
+        del model.executor.decode_calls
     assert [found[number, 0] for number in range(4)] == alone
     assert rows[0] == 4 and rows[-1] == (4 if form[2] == "traced" else 1)
 
@@ -1162,9 +1160,9 @@ def test_pages_of_a_step_are_not_told_to_the_step_before(open_model, gpu):
         executor.group.reserve(ends, lengths)
         held.append([[*executor.tables[slot], 0, 0, 0, 0][:4] for slot in range(4)])
         if len(held) == 5:
-            executor.ranks[0].stream.download(table, attention._table)
+            executor.ranks[0].stream.download(table, attention.table)
     executor.ranks[0].stream.synchronize()
-    assert table.tolist() == held[4] and held[4] != held[5] == down(attention._table).tolist()
+    assert table.tolist() == held[4] and held[4] != held[5] == down(attention.table).tolist()
 
 
 @pytest.mark.parametrize("form", FORMS[:1], indirect=True)

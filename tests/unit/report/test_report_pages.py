@@ -22,7 +22,7 @@ from lockstep.artifacts.summary import Summary
 from lockstep.manifests.manifest_files import failed_path
 from lockstep.report import summary
 from lockstep.report.about import about
-from lockstep.report.charts import _ticks
+from lockstep.report.charts import log_ticks
 from lockstep.report.checks import CHECKS
 from lockstep.report.verdict import advice, headline
 from lockstep.stages import STAGES
@@ -282,9 +282,9 @@ def test_charts_show_errors_sizes_speeds_and_jobs_with_their_states(results: Res
 
 
 def test_a_scale_encloses_its_values_in_few_ticks() -> None:
-    assert _ticks([0.3, 7]) == pytest.approx([0.2, 0.5, 1, 2, 5, 10])
-    assert _ticks([1e-9, 2]) == pytest.approx([1e-9, 1e-7, 1e-5, 1e-3, 0.1, 10])
-    assert _ticks([5]) == pytest.approx([5, 10])
+    assert log_ticks([0.3, 7]) == pytest.approx([0.2, 0.5, 1, 2, 5, 10])
+    assert log_ticks([1e-9, 2]) == pytest.approx([1e-9, 1e-7, 1e-5, 1e-3, 0.1, 10])
+    assert log_ticks([5]) == pytest.approx([5, 10])
 
 
 def test_every_text_is_escaped(results: Results) -> None:

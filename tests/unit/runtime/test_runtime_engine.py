@@ -246,10 +246,10 @@ def test_an_abort_frees_everything_in_every_state(demo, state, monkeypatch):
             if engine.scheduler.num_swaps:
                 break
             made += engine.step()
-        index = next(i.index for i in engine._choices.values() if i.scheduled in engine._swapped)
+        index = next(i.index for i in engine.choices.values() if i.scheduled in engine.swapped)
     assert engine.abort(index) and not engine.abort(index) and not engine.abort(99)
     if state == "swapped":
-        for choice in {choice.index for choice in engine._choices.values()} - {other}:
+        for choice in {choice.index for choice in engine.choices.values()} - {other}:
             engine.abort(choice)
     made += list(engine.run())
     assert [token.token for token in made if token.request == other] == expected
@@ -435,7 +435,7 @@ def test_salts_that_come_once_are_not_kept_for_ever(model, monkeypatch):
     engine = Engine(model)
     for number in range(9):
         list(engine.run([Request(ids(70), 1, cache_salt=str(number))]))
-    assert engine._root_key.cache_info().currsize == 3
+    assert engine.root_key.cache_info().currsize == 3
 
 
 def test_a_prompt_of_just_the_longest_length_gives_one_token(model):

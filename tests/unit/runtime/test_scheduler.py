@@ -578,8 +578,8 @@ def test_any_traffic_of_adapters_ends_and_nobody_waits_where_there_is_room(
             tokens = first.max_tokens
             if admission == "optimistic":
                 tokens = min(tokens, first.num_prompt_tokens + policy.LOOKAHEAD)
-            room = len(scheduler._free_slots) > len(first.siblings)
-            assert not room or scheduler._pages_for(first, tokens) > scheduler.tables.pool.num_available
+            room = len(scheduler.free_slots) > len(first.siblings)
+            assert not room or scheduler.pages_for(first, tokens) > scheduler.tables.pool.num_available
             passed += bool(ahead)
         for request, _ in schedule.shares:
             if request.num_computed >= request.max_tokens:

@@ -62,9 +62,9 @@ def service_of(tokenizer: Tokenizer) -> tuple[Service, Played]:
     service = Service(ServiceOptions("played", options, LIMITS), tokenizer)
     played = Played()
     # type: ignore[assignment]
-    service._link = played
-    service._ready = READY
-    service._tokens_per_s = 7.0
+    service.link = played
+    service.first_frame = READY
+    service.tokens_per_s = 7.0
     return service, played
 
 
@@ -76,11 +76,11 @@ class Totals(NamedTuple):
 
 
 def totals(service: Service) -> Totals:
-    return Totals(service._num_waiting, service._waiting_tokens, service._backlog_tokens, service._num_running)
+    return Totals(service.num_waiting, service.waiting_tokens, service.backlog_tokens, service.num_running)
 
 
 def recount(service: Service) -> Totals:
-    prompts = [prompt for stream in service._streams for prompt in stream.prompts]
+    prompts = [prompt for stream in service.streams for prompt in stream.prompts]
     waiting = [prompt.request for prompt in prompts if prompt.admitted is None]
     tokens = sum(len(request.prompt_ids) for request in waiting)
     return Totals(
@@ -100,7 +100,7 @@ def refusal(service: Service, prompts: list[PromptRequest]) -> tuple[int, int | 
         return 400, None
     over = found.waiting + number > LIMITS.max_queue + max(0, SLOTS - found.running)
     if over or (found.waiting and tokens > LIMITS.max_queue_tokens):
-        return 429, min(60, max(1, round(found.backlog_tokens / service._tokens_per_s)))
+        return 429, min(60, max(1, round(found.backlog_tokens / service.tokens_per_s)))
     return None
 
 
@@ -126,7 +126,7 @@ def test_totals_are_those_of_a_recount_whatever_comes(tokenizer: Tokenizer, data
         assert found == expected
 
     def frame(**options: Any) -> None:
-        service._handle_frame(Step(Counters(), **options))
+        service.handle_frame(Step(Counters(), **options))
 
     def token() -> None:
         number = pick(played.has)
@@ -139,10 +139,10 @@ def test_totals_are_those_of_a_recount_whatever_comes(tokenizer: Tokenizer, data
 
     def die() -> None:
         played.has.clear()
-        service._record_crash()
+        service.record_crash()
         if data.draw(st.booleans()):
-            service._crashes.clear()
-        service._resubmit()
+            service.crashes.clear()
+        service.resubmit()
 
     for _ in range(data.draw(st.integers(1, 25))):
         events = {"submit": submit}
@@ -150,16 +150,16 @@ def test_totals_are_those_of_a_recount_whatever_comes(tokenizer: Tokenizer, data
             events |= {
                 "admit": lambda: frame(admitted=[(pick(played.has), 0)]),
                 "token": token,
-                "refuse": lambda: service._handle_frame(Refused(pick(played.has), "no")),
+                "refuse": lambda: service.handle_frame(Refused(pick(played.has), "no")),
                 "die": die,
             }
         if streams:
             events["cancel"] = lambda: service.cancel(streams[pick(range(len(streams)))])
-            events["fail"] = lambda: service._fail(streams[pick(range(len(streams)))], StreamError("it waited", 503))
+            events["fail"] = lambda: service.fail(streams[pick(range(len(streams)))], StreamError("it waited", 503))
         events[pick(events)]()
         assert totals(service) == recount(service)
-    service._fail_all(StreamError("the end"))
-    assert totals(service) == Totals() and not service._prompts
+    service.fail_all(StreamError("the end"))
+    assert totals(service) == Totals() and not service.prompts
 
 
 def test_a_refused_request_is_gone_when_it_is_answered(tokenizer: Tokenizer) -> None:

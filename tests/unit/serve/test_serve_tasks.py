@@ -175,11 +175,11 @@ def test_an_engine_is_started_again_when_descriptors_are_free_again(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("task", ["_measure", "_resubmit"])
+@pytest.mark.parametrize("task", ["measure", "resubmit"])
 def test_a_task_that_ends_is_the_end_of_the_server(
     service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str
 ) -> None:
-    """`_measure` is of the task that watches, `_resubmit` of the one that starts engines again."""
+    """`measure` is of the task that watches, `resubmit` of the one that starts engines again."""
 
     def broken(*arguments: Any) -> None:
         raise ValueError("a fault of the test")
@@ -199,7 +199,7 @@ def test_a_task_that_ends_is_the_end_of_the_server(
 
     def break_it() -> None:
         monkeypatch.setattr(service, task, broken)
-        if task == "_resubmit":
+        if task == "resubmit":
             assert service.engine_pid is not None
             os.kill(service.engine_pid, signal.SIGKILL)
         else:  # its next look is in a second: the answer must not have ended by then

@@ -84,16 +84,16 @@ def test_the_demo_is_served_as_golden_found_it(tree: Results, golden_json: Path,
 
 def _lose_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was given out before the engine died, one short: a token comes twice."""
-    bring = Service._resubmit
+    bring = Service.resubmit
 
     def forget(self: Service) -> None:
-        for stream in self._streams:
+        for stream in self.streams:
             for active in stream.prompts:
                 for choice in active.collector.completion.choices:
                     del choice.token_ids[-1:]
         bring(self)
 
-    monkeypatch.setattr(Service, "_resubmit", forget)
+    monkeypatch.setattr(Service, "resubmit", forget)
 
 
 def _mix_up_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,16 +114,16 @@ def _mix_up_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _lose_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream that leaves out every seventh chunk."""
-    event = CompletionFormat._event
+    event = CompletionFormat.event
     counted = iter(range(1 << 30))
     monkeypatch.setattr(
-        CompletionFormat, "_event", lambda self, *arguments: event(self, *arguments) if next(counted) % 7 else b""
+        CompletionFormat, "event", lambda self, *arguments: event(self, *arguments) if next(counted) % 7 else b""
     )
 
 
 def _keep_what_was_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests whose client left are not taken off the list."""
-    monkeypatch.setattr(Service, "_forget", lambda self, stream: None)
+    monkeypatch.setattr(Service, "forget", lambda self, stream: None)
 
 
 @pytest.mark.parametrize(("plant", "words"), some([

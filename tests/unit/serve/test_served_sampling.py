@@ -144,7 +144,7 @@ def test_where_bits_depend_on_company_errors_of_logits_pass_and_mistakes_do_not(
         logits += np.random.default_rng(0).uniform(-ERROR, ERROR, logits.shape).astype(np.float32)
 
     monkeypatch.setattr(check_sampling, "write_logits", off)
-    monkeypatch.setattr(served.service, "_ready", replace(served.service.ready, batch_invariant=False))
+    monkeypatch.setattr(served.service, "first_frame", replace(served.service.ready, batch_invariant=False))
     bounds = served.prompts[0].bounds
     bounds = replace(bounds, tolerances=replace(bounds.tolerances, logits=ERROR))
     monkeypatch.setattr(served, "prompts", [replace(prompt, bounds=bounds) for prompt in served.prompts])

@@ -380,7 +380,7 @@ def test_no_response_follows_cancellation(server: RealServer, load: Callable[...
     server.wait_idle()
     request.sender.cancelled = True
     end = time.monotonic() + 30
-    while not all(stream.is_cancelled for stream in model._running):
+    while not all(stream.is_cancelled for stream in model.running):
         assert time.monotonic() < end
         time.sleep(0.01)
     request.sender.open.set()
@@ -456,7 +456,7 @@ def test_the_core_model_starts_the_server_again_and_ends_it(
         ids = np.array([[5, 6, 7]], np.int32)
         request = triton_request(input_ids=ids, input_lengths=3, request_output_len=4)
         assert run(own, request)[0].error is None
-        first = own._process._process.pid
+        first = own.process.process.pid
         os.kill(first, signal.SIGKILL)
         for _ in range(300):
             responses = run(own, triton_request(input_ids=ids, input_lengths=3, request_output_len=4))
@@ -464,10 +464,10 @@ def test_the_core_model_starts_the_server_again_and_ends_it(
                 break
             assert responses[0].error.code in ("UNAVAILABLE", "INTERNAL")
             time.sleep(0.1)
-        assert responses[0].error is None and own._process._process.pid != first
+        assert responses[0].error is None and own.process.process.pid != first
     finally:
         own.finalize()
-    assert own._process._process.returncode == 0 and not path.exists()
+    assert own.process.process.returncode == 0 and not path.exists()
 
 
 KEEPS_THE_LOCK = "ctypes.PyDLL(None).sleep(1000)  # the interpreter's"

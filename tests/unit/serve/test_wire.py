@@ -77,7 +77,7 @@ def test_ids_are_raw_and_copied_by_nobody(model: Model) -> None:
     request = received(Add(1, Request(LONG[:200], 3))).request
     prepared = engine.prepare(request, is_checked=True)
     engine.add(prepared, 1)
-    (choice,) = engine._choices.values()
+    (choice,) = engine.choices.values()
     assert np.shares_memory(choice.prompt, request.prompt_ids)
     assert [token.token for token in engine.run()] == [token.token for token in engine.run([Request(LONG[:200], 3)])]
 
@@ -88,7 +88,7 @@ def test_the_host_loop_makes_no_more_calls_than_it_did(model: Model, rows: int, 
     ours, theirs = socket.socketpair()
     with ours, theirs:
         engine = Engine(model)
-        loop = engine_process._Loop(Connection(theirs), engine, None)
+        loop = engine_process.EngineLoop(Connection(theirs), engine, None)
         for number in range(rows):
             engine.add(Request([5 + number, 6, 7], 60))
         for _ in range(5):

@@ -61,7 +61,7 @@ class TensorRTBackend(GpuBackend):
         TENSORRT.require()
         self._builder: Any = None
         self._timing: Any = None
-        self._tactics: Tactics | None = None
+        self.tactics: Tactics | None = None
         self._host = OnnxRuntimeBackend()
 
     def version(self) -> str:
@@ -122,14 +122,14 @@ class TensorRTBackend(GpuBackend):
         device = self.device_key(manifest.device)
         options = self.options_key(manifest.options)
         made_by = {"version": manifest.backend_version, "device": device, "options": options, "revision": self.revision}
-        self._tactics = Tactics(manifest.options["tactics"], folder, made_by)
+        self.tactics = Tactics(manifest.options["tactics"], folder, made_by)
 
     def keeps(self, name: str, entry: EngineFile) -> bool:
         return self.file(name).endswith(_GRAPH) or self._started().keeps(name, entry.details["tactics_sha256"])
 
     def _started(self) -> Tactics:
-        assert self._tactics is not None, "expected `start` before `keeps` and `finish`"
-        return self._tactics
+        assert self.tactics is not None, "expected `start` before `keeps` and `finish`"
+        return self.tactics
 
     def finish(self, names: Sequence[str]) -> dict[str, Any]:
         return {"tactics": self._started().finish([name for name in names if self.file(name).endswith(_PLAN)])}
@@ -141,7 +141,7 @@ class TensorRTBackend(GpuBackend):
         where = str(out_path)
         name = out_path.stem
         model = onnx.load(graph_path)
-        tactics = self._tactics or Tactics("free", out_path.parent, {})
+        tactics = self.tactics or Tactics("free", out_path.parent, {})
         level = min(options["optimization_level"], _HIGHEST_LEVEL.get(model.graph.name, 5))
         with PeakMemory() as peak:
             config, plan, layers = self._engine(model, level, options, tactics, where)

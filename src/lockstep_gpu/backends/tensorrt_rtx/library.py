@@ -29,7 +29,7 @@ class RTXLibrary(Library):
 
     def __init__(self) -> None:
         super().__init__()
-        self._caches: dict[Path, Any] = {}
+        self.caches: dict[Path, Any] = {}
 
     @property
     def package(self) -> str:
@@ -76,16 +76,16 @@ class RTXLibrary(Library):
         """Return a folder's cache of kernels for this GPU, driver and version; an empty one if TensorRT rejects it."""
         gpu = gpu_key(describe_gpu(f"backend {self.backend}"))
         path = folder / f"runtime.{sha256_json([self.version_text(), gpu])[:12]}.cache"
-        if path not in self._caches:
+        if path not in self.caches:
             cache: trt.IRuntimeCache = config.create_runtime_cache()
             before = b""
             if path.is_file():
                 before = path.read_bytes()
             if before and not cache.deserialize(before):
                 before = b""
-            self._caches[path] = cache
+            self.caches[path] = cache
             atexit.register(_save, path, cache, before)
-        return self._caches[path]
+        return self.caches[path]
 
 
 def _save(path: Path, cache: Any, before: bytes) -> None:

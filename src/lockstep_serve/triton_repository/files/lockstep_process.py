@@ -18,7 +18,7 @@ class Process:
         self._command = shlex.split(parameters["lockstep_command"])
         self._seconds = float(parameters["lockstep_start_seconds"])
         self._watchdog = watchdog
-        self._process = None
+        self.process = None
         self._is_closed = False
         self._ensure()
         # A reference, as metrics stop working once their family is deleted.
@@ -31,9 +31,9 @@ class Process:
         """End the server, where it was started here."""
         self._is_closed = True
         self._reporter.close()
-        if self._process is not None:
-            self._process.terminate()
-            self._process.wait()
+        if self.process is not None:
+            self.process.terminate()
+            self.process.wait()
 
     def _ensure(self):
         """Start the server where none answers, and wait until it is ready. Raises ServerError."""
@@ -42,20 +42,20 @@ class Process:
         # A new session, so that Ctrl-C reaches Triton alone, which lets requests finish first. The server logs to
         # Triton's stderr. Its stdin closes with this process, even if that is killed, and then the server ends.
         command = [*self._command, "--until-stdin-ends"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, start_new_session=True)
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, start_new_session=True)
         end = time.monotonic() + self._seconds
         while True:
             try:
                 return self._ask("/health/ready")
             except Exception as error:
-                if self._is_closed or self._process.poll() is not None or time.monotonic() > end:
+                if self._is_closed or self.process.poll() is not None or time.monotonic() > end:
                     message = f"the server at {self._path} did not become ready: {error}"
                     raise http.ServerError(503, message) from None
                 time.sleep(0.1)
 
     def _report(self):
         with contextlib.suppress(Exception):  # of any kind: nothing else starts the server again
-            if self._process is not None and self._process.poll() is not None:
+            if self.process is not None and self.process.poll() is not None:
                 self._ensure()
             status = self._ask("/status")
             self._watchdog.check()

@@ -28,10 +28,10 @@ class TritonPythonModel:
         timeout = 60 if name in ("preprocessing", "postprocessing") else None
         self._connection = http.Connection(self._path, timeout)
         self._watchdog = lockstep_watchdog.Watchdog()
-        self._process = None
+        self.process = None
         if "lockstep_command" in parameters:
-            self._process = lockstep_process.Process(parameters, self._watchdog)
-        self._running = {}  # senders of responses, by stream
+            self.process = lockstep_process.Process(parameters, self._watchdog)
+        self.running = {}  # senders of responses, by stream
         self._lock = threading.Lock()
         period = float(parameters.get("cancellation_check_period_ms", 100)) / 1000
         self._watcher = lockstep_watchdog.Every(period, self._end_cancelled)
@@ -50,11 +50,11 @@ class TritonPythonModel:
                 threading.Thread(target=self._stream, args=(body, sender), daemon=True).start()
 
     def finalize(self):
-        if self._process is not None:
-            self._process.close()
+        if self.process is not None:
+            self.process.close()
         self._watcher.close()
         with self._lock:
-            for stream in self._running:
+            for stream in self.running:
                 stream.cancel()
         self._connection.close()
         self._watchdog.close()
@@ -74,7 +74,7 @@ class TritonPythonModel:
         try:
             stream = http.Stream(self._path, f"{self._url}_stream", body)
             with self._lock:
-                self._running[stream] = sender
+                self.running[stream] = sender
             for event in stream:
                 if event["outputs"]:  # a request that stops another one has none
                     response = http.infer_response(event, self._types)
@@ -97,11 +97,11 @@ class TritonPythonModel:
 
     def _forget(self, stream):
         with self._lock:
-            self._running.pop(stream, None)
+            self.running.pop(stream, None)
 
     def _end_cancelled(self):
         """Close the streams of cancelled requests, also of those that wait for their first token."""
         with self._lock:  # a sender must not be used after its last response
-            for stream, sender in self._running.items():
+            for stream, sender in self.running.items():
                 if not stream.is_cancelled and sender.is_cancelled():
                     stream.cancel()
