@@ -149,10 +149,19 @@ class Loaded:
 
 
 Frame = Open | Add | Abort | Load | Unload | Ready | Failed | Step | Refused | Loaded
-_ARRAY = np.zeros(0, np.int32).__reduce_ex__(pickle.HIGHEST_PROTOCOL)[0]  # what NumPy makes an array of bytes by
+
+
+def _ids(data: bytes) -> np.ndarray:
+    return np.frombuffer(data, np.int32)
+
+
+class _Pickler(pickle.Pickler):
+    dispatch_table = {np.ndarray: lambda ids: (_ids, (ids.astype(np.int32, copy=False).tobytes(),))}
+
+
 _MADE: tuple[Any, ...] = (
     Open, Add, Abort, Load, Unload, Ready, Failed, Counters, Step, Refused, Loaded, EngineOptions, Request, Sampling,
-    Grammar, Logprobs, frozenset, np.dtype, _ARRAY,
+    Grammar, Logprobs, frozenset, _ids,
 )  # fmt: skip
 _CLASSES = {(made.__module__, made.__qualname__): made for made in _MADE}
 
@@ -167,7 +176,9 @@ class _Unpickler(pickle.Unpickler):
 
 def packed(frame: Frame) -> bytes:
     """Return a frame's bytes."""
-    data = pickle.dumps(frame, pickle.HIGHEST_PROTOCOL)
+    file = io.BytesIO()
+    _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(frame)
+    data = file.getvalue()
     return HEADER.pack(len(data)) + data
 
 

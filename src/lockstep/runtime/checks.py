@@ -20,6 +20,7 @@ from lockstep.step.sampling import MAX_LOGPROBS
 
 CHOICES = "choices (max_batch_size)"
 _PRIORITY = 1 << 31
+_SHORT = 64  # ids: so few are compared faster as a list
 
 
 class Sizes(Protocol):
@@ -41,10 +42,11 @@ def expect_tokens(name: str, tokens: Collection[int] | np.ndarray, vocab_size: i
     if not len(tokens):
         return
     # Only the extremes are compared, as other requests wait while a long prompt is checked.
-    if isinstance(tokens, np.ndarray):
+    if isinstance(tokens, np.ndarray) and len(tokens) > _SHORT:
         extremes = [tokens.min(), tokens.max()]
     else:
-        extremes = [min(tokens), max(tokens)]
+        ids = tokens.tolist() if isinstance(tokens, np.ndarray) else tokens
+        extremes = [min(ids), max(ids)]
     for token in extremes:
         if not 0 <= token < vocab_size:
             raise InputError(f"{name}: expected token ids 0 to {vocab_size - 1}, found {str(token)[:40]}")
