@@ -69,11 +69,9 @@ class EngineSet:
         return self.manifest.digest_for(self.backend.device_key(self.manifest.device))
 
     def libraries(self) -> dict[str, str]:
-        """Return the versions of the libraries here that compute besides the backend's own."""
         return self.backend.libraries(True)
 
     def names(self) -> list[str]:
-        """Return the engines: classes, and phases of attention as `<variant>.<phase>`."""
         return sorted(self.manifest.engines)
 
     def load(self, name: str, threads: int | None = None, low_memory: bool = False, rank: int = 0) -> Program:
@@ -89,9 +87,7 @@ class EngineSet:
         if rewritten is not None:
             return rewritten
         graph = dict(self.backend.graphs(self.assembly, self.manifest.options)).get(name)
-        if graph is None:
-            return ()
-        return graph.signature.slots
+        return graph.signature.slots if graph else ()
 
     def tensors(self, name: str, slots: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
         """Return {slot of the engine `name`: tensors}.
@@ -117,6 +113,4 @@ def check_same(where: Path, what: str, recorded: object, actual: object, advice:
 def _text(value: object) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {_text(item)}" for key, item in value.items())
-    if isinstance(value, list):
-        return " ".join(map(str, value))
-    return str(value)
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -57,7 +57,6 @@ def base_graphs(assembly: Assembly) -> Iterator[tuple[str, BaseGraph]]:
 
 
 def base_engine(block: str) -> str:
-    """Return the name of a block's engine without adapter inputs."""
     return f"{block}.base"
 
 

@@ -59,16 +59,13 @@ class Operator:
         if len(self.inputs) <= position:
             return None
         array = self.constant(position)
-        if array is None:
-            return None
-        return np.atleast_1d(array).tolist()
+        return None if array is None else np.atleast_1d(array).tolist()
 
     def axes(self, position: int) -> list[int]:
         """Return axes that a constant input names, counted from the front of the first input."""
         return [axis % self.rank for axis in self.numbers(position) or ()]
 
     def axes_except(self, removed: Collection[int]) -> list[int]:
-        """Return the axes of the first input that are not removed."""
         return [axis for axis in range(self.rank) if axis not in removed]
 
 

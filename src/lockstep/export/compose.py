@@ -92,9 +92,8 @@ _ATTENTION_INPUTS = ("query", "key", "value", "position_ids")
 def _parameters(mixer: Graph) -> tuple[str, ...]:
     """Return the inputs of a mixer's function; those of attention are always the same, whether it uses them or not."""
     names = tuple(io.name for io in mixer.signature.inputs)
-    if "query" in names and set(names) <= set(_ATTENTION_INPUTS):
-        return _ATTENTION_INPUTS
-    return names
+    is_attention = "query" in names and set(names) <= set(_ATTENTION_INPUTS)
+    return _ATTENTION_INPUTS if is_attention else names
 
 
 def _function(name: str, attention: Graph) -> onnx.FunctionProto:

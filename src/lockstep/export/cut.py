@@ -293,14 +293,10 @@ def _spans(
         _reshape_where_read(graph, stage, level)
     reads = _block_reads(graph, stage, level, batchless, hidden)
     first_reads = [value for value in reads[1] if value.producer() not in level]
-    hidden_role = 0
-    if hidden in first_reads:
-        hidden_role = first_reads.index(hidden)
+    hidden_role = first_reads.index(hidden) if hidden in first_reads else 0
     # Layers with a state let different values cross than layers of attention next to them: there the order of the reads
     # does not tell which is `hidden`.
-    stream = set[ir.Value]()
-    if has_states:
-        stream = _residual_stream(graph, hidden)
+    stream = _residual_stream(graph, hidden) if has_states else set[ir.Value]()
     spans = []
     names: dict[ir.Value, str] = {hidden: "hidden"}
     for index in range(len(markers) + 1):
@@ -461,7 +457,6 @@ def _move_parallel_mlp(
     """
 
     def upstream_in_block(values: Iterable[ir.Value]) -> set[ir.Value]:
-        """Return `values` of this block, and the values that they depend on within it."""
         stops = batchless | {value for value, number in stage.items() if number != index}
         reached = upstream(values, stops)
         return {value for value in reached if stage.get(value) == index and value.producer() is not None}

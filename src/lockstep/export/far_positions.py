@@ -55,9 +55,7 @@ def contexts(assembly: Assembly, originals: Sequence[int]) -> list[Context]:
             clipped[tuple(distinct)] = None
     near = [Context(lengths, lengths) for lengths in clipped]
     # In a window a cache index is a position, so a gap would be another model: far positions then have no cache.
-    num_cached = _SHORT
-    if windows:
-        num_cached = 0
+    num_cached = 0 if windows else _SHORT
     candidates = [limit]
     for original in originals:
         candidates += [original - 2, 2 * original]

@@ -51,9 +51,7 @@ class _Keys:
 
     def take(self, name: str, default: Any = None) -> Any:
         value = self.unread.pop(name, default)
-        if isinstance(value, float):
-            return _shortest(value)
-        return value
+        return _shortest(value) if isinstance(value, float) else value
 
     def need(self, name: str) -> Any:
         value = self.take(name)
@@ -158,7 +156,6 @@ def _llama3(file: GgufFile, divisors: np.ndarray, theta: float, head_dim: int) -
 
 
 def _architecture_settings(architecture: str, keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that only some architectures have."""
     window = keys.take("attention.sliding_window", 0)
     if architecture in ("gemma2", "gemma3"):
         scale = config["head_dim"]
@@ -187,6 +184,4 @@ def _shown(value: Any) -> str:
     if value is None:
         return "none"
     text = repr(value)
-    if len(text) > 60:
-        return f"{text[:60]}..."
-    return text
+    return text if len(text) <= 60 else f"{text[:60]}..."

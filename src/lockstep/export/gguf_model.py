@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -100,16 +101,10 @@ def _block_size(file: GgufFile, tensor: GgufTensor) -> tuple[int, int]:
     except (ValueError, KeyError, NotImplementedError):
         names = {kind.value: kind.name for kind in gguf.GGMLQuantizationType}
         raise InputError(
-            f"{file.path}: expected tensors that the package gguf {_version()} dequantises; found type"
+            f"{file.path}: expected tensors that the package gguf {version('gguf')} dequantises; found type"
             f" {names.get(tensor.type, tensor.type)} of {tensor.name!r}"
         ) from None
     return values, size
-
-
-def _version() -> str:
-    from importlib.metadata import version
-
-    return version("gguf")
 
 
 def _dequantized(data: mmap.mmap, tensor: GgufTensor, size: int) -> np.ndarray:

@@ -56,9 +56,7 @@ def language_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _alias(model_type: Any) -> Any:
-    if not isinstance(model_type, str):
-        return model_type
-    return _ALIASES.get(model_type, model_type)
+    return _ALIASES.get(model_type, model_type) if isinstance(model_type, str) else model_type
 
 
 def _text_mapping(config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -144,9 +142,7 @@ def root_cause(error: BaseException) -> str:
             break
         error = inner
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    if isinstance(error, InputError):
-        return line
-    return f"{type(error).__name__}: {line}"
+    return line if isinstance(error, InputError) else f"{type(error).__name__}: {line}"
 
 
 def per_layer_settings(config: PreTrainedConfig, depth: int) -> dict[str, Sequence[Any]]:
@@ -218,9 +214,7 @@ def check_wrapper(config: Mapping[str, Any], small: Mapping[str, Any], model: Pr
     config: the wrapper's. small: that of `model`, a small language model of the same settings, in float32. The
     wrapper's towers have no weights, so reading them fails. Raises InputError where the two differ.
     """
-    settings = None
-    if config.get("model_type") in CONFIG_MAPPING:
-        settings = _try_build(config)
+    settings = _try_build(config) if config.get("model_type") in CONFIG_MAPPING else None
     if settings is None or type(settings) not in MODEL_FOR_MULTIMODAL_LM_MAPPING or _text_mapping(config) is None:
         return  # no wrapper, or one whose code is not in transformers
     refusal = f"model type {config['model_type']!r} cannot be split: "
@@ -248,7 +242,6 @@ def check_wrapper(config: Mapping[str, Any], small: Mapping[str, Any], model: Pr
 
 
 def _share_tensors(wrapper: PreTrainedModel, model: PreTrainedModel) -> None:
-    """Put all parameters and buffers of a language model into its wrapper."""
     tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     missing = set(tensors)
     for prefix, module in wrapper.named_modules():

@@ -89,9 +89,7 @@ def put_tokens_first(graph: ir.Graph) -> None:
 def _move_transposes_after(graph: ir.Graph, node: ir.Node) -> None:
     """Move the transposes of a node's inputs to its outputs, if no other input has several numbers."""
     sources = [_before_transpose(value) for value in node.inputs]
-    moved_inputs = node.inputs
-    if node.op_type == "Split":  # its second input is sizes
-        moved_inputs = node.inputs[:1]
+    moved_inputs = node.inputs[:1] if node.op_type == "Split" else node.inputs  # its second input is sizes
     is_transposed = [source is not value for source, value in zip(sources, node.inputs, strict=True)]
     if not any(is_transposed):
         return

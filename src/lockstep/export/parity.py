@@ -110,7 +110,10 @@ def make_small(
         for candidate in steps(_candidates(config, depth), "export: small models to compare with", "models"):
             try:
                 small = meta_model(candidate, "fp32")
-                _compare_signatures(signatures(small), layer_signatures)
+                small_pattern = _repetitions(signatures(small))
+                pattern = _repetitions(layer_signatures[: len(small_pattern)])
+                if small_pattern != pattern:
+                    raise InputError(f"expected layers that look alike as in {pattern}, found {small_pattern}")
                 count = _num_parameters(small)
                 if count > _TOO_LARGE:
                     raise InputError(f"it has {count:,} parameters, expected at most {_TOO_LARGE:,}")
@@ -159,13 +162,6 @@ def depths_to_try(layer_signatures: Sequence[str]) -> list[int]:
 
 def _num_parameters(meta: PreTrainedModel) -> int:
     return sum(parameter.numel() for parameter in meta.parameters())
-
-
-def _compare_signatures(small: Sequence[str], real: Sequence[str]) -> None:
-    small_pattern = _repetitions(small)
-    real_pattern = _repetitions(real[: len(small)])
-    if small_pattern != real_pattern:
-        raise InputError(f"expected layers that look alike as in {real_pattern}, found {small_pattern}")
 
 
 def _repetitions(names: Sequence[str]) -> list[int]:
@@ -239,7 +235,10 @@ def measure(small: Small, draw: tuple[int, float] = DRAWS[0]) -> Measured:
     refusal = f"model type {small.config['model_type']!r} cannot be split: "
     if not np.isfinite(spread) or spread == 0:
         raise InputError(f"{refusal}transformers gives logits with standard deviation {spread} on a small model")
-    contexts = far_positions.contexts(small.assembly, _original_lengths(model.config.get_text_config()))
+    # The original lengths of RoPE settings, beyond which frequencies are stretched.
+    settings = rope_settings(model.config.get_text_config())
+    originals = [int(rope.get("original_max_position_embeddings") or 0) for rope in settings]
+    contexts = far_positions.contexts(small.assembly, list(filter(None, originals)))
     filled = [far_positions.fill(context, small.assembly, random) for context in contexts]
     expected_far = [far_positions.reference_logits(model, context) for context in filled]
     try:
@@ -268,12 +267,6 @@ def max_difference(logits: Sequence[np.ndarray], expected: Sequence[np.ndarray])
             return float("inf")
         errors.append(error)
     return max(errors)
-
-
-def _original_lengths(config: Any) -> list[int]:
-    """Return the original lengths of a config's RoPE settings, beyond which frequencies are stretched."""
-    lengths = [parameters.get("original_max_position_embeddings") for parameters in rope_settings(config)]
-    return [int(length) for length in lengths if length]
 
 
 def _forward(model: PreTrainedModel, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -363,9 +363,7 @@ def _slot_uses(
         quantizable = set(products) - _router_slots(model, products)
         if not is_fp8(precision):
             quantizable |= set(expert_stacks)
-        embeddings = _embeddings(model, columns)
-        if keeps_embeddings:
-            embeddings = {}
+        embeddings = {} if keeps_embeddings else _embeddings(model, columns)
         for slots in _slots_of_class(assembly, name):
             for slot, tensors in slots.items():
                 if slot in embeddings:
@@ -379,7 +377,6 @@ def _slot_uses(
 
 
 def _slots_of_class(assembly: Assembly, name: str) -> list[Slots]:
-    """Return the slots of each block of the model that has the graph `name`."""
     blocks = [assembly.embedding]
     for layer in assembly.layers:
         blocks += layer.parts
@@ -387,7 +384,6 @@ def _slots_of_class(assembly: Assembly, name: str) -> list[Slots]:
 
 
 def _slot_bits(slots_of_blocks: Sequence[Slots], quantized: QuantizedTensors) -> dict[str, int]:
-    """Return {slot: bits} of the slots of a graph that are quantised."""
     first_tensors: dict[str, str] = {}
     for slots in slots_of_blocks:
         first_tensors.update((slot, tensors[0]) for slot, tensors in slots.items())
@@ -395,7 +391,6 @@ def _slot_bits(slots_of_blocks: Sequence[Slots], quantized: QuantizedTensors) ->
 
 
 def _bind_slots(slots: Slots, quantized: QuantizedTensors) -> dict[str, list[str]]:
-    """Return {slot: tensors} of the rewritten graph."""
     bound: dict[str, list[str]] = {}
     for slot, tensors in slots.items():
         if tensors[0] not in quantized.bits:
@@ -529,7 +524,6 @@ class QuantizeWeights(Pass):
         return PassResult(model, True)
 
     def _add_parts(self, graph: ir.Graph, weight: ir.Value, rows: Sequence[int], columns: int) -> list[ir.Value]:
-        """Add the inputs that replace a weight."""
         slot = str(weight.name)
         names = self._quantized.parts(slot)
         types = _part_types(rows, columns, self._bits[slot], self._quantized)

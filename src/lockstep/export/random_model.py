@@ -44,7 +44,10 @@ def make(config_json: str | os.PathLike, seed: int, folder: str | os.PathLike) -
         raise InputError(f"{config_json}: expected a config.json of a model, found none; correct the source")
     config = read_source_json(config_json)
     dtype = _dtype(config_json, config)
-    shapes = tensor_shapes(config)
+    from lockstep.export.checkpoint_layout import checkpoint_shapes  # with torch: only once the config is read
+    from lockstep.export.tracer import meta_model
+
+    shapes = checkpoint_shapes(meta_model(config, "fp32"))
     folder.mkdir(parents=True, exist_ok=True)
     _check_empty(folder, config_json)
     write_pieces(folder / SINGLE, shapes, dtype, lambda name: _draw(name, shapes[name], seed), "random")
@@ -66,13 +69,6 @@ def _check_empty(folder: Path, config_json: Path) -> None:
             raise InputError(
                 f"{path}: expected a folder without a checkpoint, found this file; delete it, or choose another folder"
             )
-
-
-def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    from lockstep.export.checkpoint_layout import checkpoint_shapes
-    from lockstep.export.tracer import meta_model
-
-    return checkpoint_shapes(meta_model(config, "fp32"))
 
 
 def write_byte_tokenizer(folder: Path) -> None:

@@ -75,9 +75,7 @@ class ReferenceRunner(GraphRunner):
     def states_of(self, layer: int) -> list[tuple[int, ...]]:
         """Return the sizes of a request's states in a layer; empty where it has keys and values."""
         mixer = self.assembly.state_mixers.get(self.assembly.layers[layer].variant)
-        if mixer is None:
-            return []
-        return [mixer.state]
+        return [] if mixer is None else [mixer.state]
 
     def step(self, parts: Sequence[PackedRequest]) -> list[np.ndarray]:
         """Advance the requests by a step; return the logits of each part's tokens, [len(tokens), vocab_size]."""
@@ -142,9 +140,7 @@ class ReferenceRunner(GraphRunner):
             if mixer is not None:
                 cache[0][requests] = outputs["state_out"]
                 continue
-            owners = requests  # of each new cache row
-            if phase == "prefill":
-                owners = requests * len(rows)
+            owners = requests * len(rows) if phase == "prefill" else requests  # of each new cache row
             for store, new in zip(cache, (outputs["key_out"], outputs["value_out"]), strict=True):
                 store[owners, :, env["cache_rows"][rows]] = new
         assert result is not None  # a step has parts

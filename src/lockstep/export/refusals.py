@@ -24,7 +24,6 @@ _ALIBI_TYPES = {"bloom"}  # ALiBi without a setting that says so
 
 
 def known_reason(model: PreTrainedModel) -> str | None:
-    """Return the known reason why a model cannot be split; None where there is none."""
     config = model.config.get_text_config()
     if getattr(config, "is_encoder_decoder", False):
         return (
@@ -42,7 +41,8 @@ def known_reason(model: PreTrainedModel) -> str | None:
     recurrent = sorted({type(module).__name__ for module in model.modules() if _is_unsupported_recurrence(module)})
     if recurrent:
         return f"it has recurrent layers ({', '.join(recurrent[:2])}), whose state of all tokens so far is no KV cache"
-    if _has_alibi(config):
+    settings = (config, getattr(config, "attn_config", None))
+    if config.model_type in _ALIBI_TYPES or any(getattr(section, "alibi", False) for section in settings):
         return "its attention adds ALiBi biases (alibi) to the scores; only rotary and learned positions can be split"
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
         return (
@@ -75,8 +75,3 @@ def _extra_layer_inputs(config: PreTrainedConfig) -> list[str]:
     if getattr(config, "num_kv_shared_layers", 0):
         inputs.append("keys and values of earlier layers (num_kv_shared_layers)")
     return inputs
-
-
-def _has_alibi(config: PreTrainedConfig) -> bool:
-    inner = getattr(config, "attn_config", None)
-    return config.model_type in _ALIBI_TYPES or bool(getattr(config, "alibi", False) or getattr(inner, "alibi", False))

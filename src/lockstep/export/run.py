@@ -72,9 +72,7 @@ class _Registry:
     def name(self, key: Hashable, label: str) -> str:
         if key not in self.names:
             count = sum(name == label or name.startswith(f"{label}_") for name in self.names.values())
-            if count:
-                label = f"{label}_{count + 1}"
-            self.names[key] = label
+            self.names[key] = f"{label}_{count + 1}" if count else label
         return self.names[key]
 
 

@@ -109,7 +109,7 @@ class ShardingFinder:
         self._find_partial_sums()
         return self.sharding
 
-    # -- groups of values that are split together, or not at all
+    # Groups of values that are split together, or not at all
 
     def _product(self, node: ir.Node) -> _Product | None:
         if node.op_type == "Gemm" and node.inputs[1] in self.slots:
@@ -312,9 +312,7 @@ class ShardingFinder:
             sharding.reduced += [value for value in node.outputs if value in reduced & partial]
             is_product = node.outputs[0] in row_products
             if node.outputs[0] in partial and (is_product or node.op_type == "Add"):
-                addends = node.inputs
-                if is_product:
-                    addends = node.inputs[2:]  # the bias
+                addends = node.inputs[2:] if is_product else node.inputs  # the bias
                 sharding.first_rank_slots.update(self.slots.intersection(map(required, addends)))
 
     def _keeps_partial(self, node: ir.Node, partial: Collection[ir.Value]) -> bool:

@@ -131,7 +131,6 @@ def _sizes(shape: Sequence[Dim]) -> list[int]:
 
 
 def _unique_in_order(values: np.ndarray) -> np.ndarray:
-    """Return the distinct values in the order of their first occurrence."""
     _, first_positions = np.unique(values, return_index=True)
     return values[np.sort(first_positions)]
 
@@ -157,9 +156,7 @@ class ShardRules:
                 return [(value, shard.with_offset(begin))]
         if node.op_type == "Concat" and operator.axis(0) == shard.axis:
             return self._before_concat(node, shard)
-        axes = None
-        if node.op_type in _SPLIT:
-            axes = axes_of_inputs(operator, shard.axis)
+        axes = axes_of_inputs(operator, shard.axis) if node.op_type in _SPLIT else None
         if axes is None:
             raise SplitError(f"{node.op_type} is not known to be split")
         shards = []

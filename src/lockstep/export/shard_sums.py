@@ -31,7 +31,6 @@ class JoinSums(Pass):
             inner_sums.update(value for value in operands if value in additions and _is_read_once(value))
 
         def addends(value: ir.Value) -> list[ir.Value]:
-            """Return the values that a chain of additions adds, from the left."""
             values: list[ir.Value] = []
             for operand in map(required, additions[value].inputs):
                 if operand in inner_sums:

@@ -290,7 +290,6 @@ class _PieceCutter:
 
 
 def _reads_of(nodes: Sequence[ir.Node]) -> list[ir.Value]:
-    """Return the values other than constants that nodes read, in order."""
     values: dict[ir.Value, None] = {}
     for node in nodes:
         values.update((value, None) for value in node.inputs if value is not None and not value.is_initializer())

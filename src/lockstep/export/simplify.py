@@ -136,7 +136,9 @@ class _Packer:
 
     def _rewrite(self, node: ir.Node) -> bool:
         """Emit the node in short form if a rule fits; return whether all its outputs were made."""
-        if node.domain not in ("", "ai.onnx") or any(map(_has_subgraph, node.attributes.values())):
+        attribute_types = {attribute.type for attribute in node.attributes.values()}
+        has_subgraph = not attribute_types.isdisjoint((ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS))
+        if node.domain not in ("", "ai.onnx") or has_subgraph:
             return False
         if any(value is not None and value.shape is None for value in (*node.inputs, *node.outputs)):
             return False
@@ -228,10 +230,7 @@ class _Packer:
         target = array_of(node.inputs[1])
         if target is None or not (self._has_leading_one(data) or self._has_leading_one(out)):
             return False
-        if self._has_leading_one(data):
-            source = self._short(data)
-        else:
-            source = self._full(data)
+        source = self._short(data) if self._has_leading_one(data) else self._full(data)
         if self._has_leading_one(out):
             store = self.short
             shape = list(shape_of(out)[1:])
@@ -246,7 +245,3 @@ class _Packer:
             return False
         store[out] = self._emit("Reshape", [source, self._const(numbers)], shape, out.dtype)
         return True
-
-
-def _has_subgraph(attribute: ir.Attr) -> bool:
-    return attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)

@@ -39,9 +39,7 @@ def make_tokenizer(folder: Path) -> Path:
     if present(out):
         raise InputError(f"{out}: expected none, found one; use it as it is")
     settings_file = folder / SETTINGS_FILE
-    settings = {}
-    if present(settings_file):
-        settings = read_source_json(settings_file)
+    settings = read_source_json(settings_file) if present(settings_file) else {}
     if present(folder / SENTENCEPIECE_FILE):
         tokenizer, special_tokens = _load_sentencepiece(folder / SENTENCEPIECE_FILE)
     elif present(folder / TEKKEN_FILE):

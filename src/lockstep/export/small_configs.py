@@ -181,13 +181,10 @@ class _Section:
 
 
 def _vocabulary(size: int) -> int:
-    if size <= _SMALL_VOCABULARY:
-        return size
-    return _VOCABULARY
+    return size if size <= _SMALL_VOCABULARY else _VOCABULARY
 
 
 def _map_numbers(value: Any, change: Callable[[int], int]) -> Any:
-    """Change an integer, or those in a list; other values are returned unchanged."""
     if isinstance(value, bool):
         return value
     if isinstance(value, int):

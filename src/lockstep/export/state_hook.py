@@ -125,9 +125,7 @@ def _scan(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     output = scan_inputs(**bound).marker("LinearAttention")[None]
     if bound.get("D") is not None:
         output = output + bound["D"][..., None] * bound["hidden_states"].float()
-    if bound.get("return_final_states"):
-        return output, None
-    return output
+    return (output, None) if bound.get("return_final_states") else output
 
 
 def bound_arguments(

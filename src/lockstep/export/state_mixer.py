@@ -77,9 +77,7 @@ class Recurrence:
 
     @property
     def name(self) -> str:
-        if "beta" in self.sizes_by_name:
-            return "delta_rule"
-        return "linear_attention"
+        return "delta_rule" if "beta" in self.sizes_by_name else "linear_attention"
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -266,9 +264,7 @@ class Builder(GraphWriter):
         return value
 
     def cast(self, value: ir.Value, dtype: ir.DataType) -> ir.Value:
-        if dtype == ir.DataType.FLOAT:
-            return value
-        return self.op("Cast", value, to=dtype)
+        return value if dtype == ir.DataType.FLOAT else self.op("Cast", value, to=dtype)
 
     def finish(self, name: str, output: ir.Value, state: ir.Value | None) -> Graph:
         size, dtype = self.mixer.output

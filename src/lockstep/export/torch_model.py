@@ -135,9 +135,7 @@ class TokensBefore(DynamicCache):
 def layer_of(name: str) -> int:
     """Return the layer of a checkpoint tensor, the first number in its name; -1 outside the layers."""
     match = re.search(r"\.(\d+)\.", name)
-    if match is None:
-        return -1
-    return int(match[1])
+    return int(match[1]) if match else -1
 
 
 def is_within(name: str, layers: int | str) -> bool:

@@ -74,17 +74,13 @@ def to_concat(x, src, dim=0, start=None, end=None, step=1):  # type: ignore[no-u
         parts.insert(0, written)
     if last < size:
         parts.append(opset20.Slice(x, _ints(last), _ints(size), _ints(dim)))
-    if len(parts) == 1:
-        return opset20.Identity(src)
-    return opset20.Concat(*parts, axis=dim)
+    return opset20.Identity(src) if len(parts) == 1 else opset20.Concat(*parts, axis=dim)
 
 
 @torch_op("aten::unsqueeze", complex=True, trace_only=True)
 def _complex_unsqueeze(x, dim: int):  # type: ignore[no-untyped-def]  # as above
     """Translate Unsqueeze of a complex tensor, which is stored as pairs of real numbers in an extra last dimension."""
-    if dim < 0:
-        dim -= 1
-    return opset20.Unsqueeze(x, _ints(dim))
+    return opset20.Unsqueeze(x, _ints(dim if dim >= 0 else dim - 1))
 
 
 @functools.cache

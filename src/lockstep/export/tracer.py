@@ -154,12 +154,6 @@ def layer_list(model: PreTrainedModel) -> tuple[str, torch.nn.ModuleList]:
     )
 
 
-def select_layers(model: PreTrainedModel, indices: Sequence[int]) -> PreTrainedModel:
-    """Return a copy of a meta model that runs only the layers `indices`, in that order."""
-    with only_layers(model, indices):
-        return copy.deepcopy(model)
-
-
 @contextlib.contextmanager
 def only_layers(model: PreTrainedModel, indices: Sequence[int]) -> Iterator[None]:
     """Let a model run only the layers `indices`, in that order, and everything after its last layer."""
@@ -229,7 +223,8 @@ def trace(meta: PreTrainedModel, indices: Sequence[int]) -> Trace:
 
     Raises InputError with the reason when the model cannot be traced or does not use transformers' attention interface.
     """
-    model = select_layers(meta, indices)
+    with only_layers(meta, indices):
+        model = copy.deepcopy(meta)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     prefix, layers = layer_list(model)
     ties = dict(getattr(model, "all_tied_weights_keys", None) or {})
@@ -257,9 +252,7 @@ def trace(meta: PreTrainedModel, indices: Sequence[int]) -> Trace:
     reason_not_to_split = known_reason(model)
     # Layers without a mixer are fine (Nemotron-H), unless the model is known to hide one.
     if not is_ordered or indices[0] not in mixing or (mixing != list(indices) and reason_not_to_split):
-        call = "computes attention in its own code"
-        if calls:
-            call = f"calls it for layers {calls}"
+        call = f"calls it for layers {calls}" if calls else "computes attention in its own code"
         reason = reason_not_to_split or (
             f"it {call}; expected one attention for each layer, the first at least, through transformers' attention "
             f"interface, in the order of the layers ({list(indices)})"
@@ -269,7 +262,6 @@ def trace(meta: PreTrainedModel, indices: Sequence[int]) -> Trace:
 
 
 def _part(model: ir.Model, inputs: Sequence[str], output: str) -> ir.Model:
-    """Return the subgraph of one output, with the named inputs, used or not."""
     graph = convenience.extract(model.graph, list(inputs), [output])
     return ir.Model(graph, ir_version=model.ir_version)
 

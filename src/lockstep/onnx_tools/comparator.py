@@ -45,14 +45,9 @@ def metadata(inputs: Sequence[IO]) -> TensorMetadata:
     """Return declared inputs in Polygraphy's form; named dimensions are dynamic."""
     types = TensorMetadata()
     for io in inputs:
-        types.add(io.name, io.numpy_dtype, tuple(map(_static_size, io.shape)))
+        sizes = tuple(None if isinstance(dim, str) else dim for dim in io.shape)
+        types.add(io.name, io.numpy_dtype, sizes)
     return types
-
-
-def _static_size(dim: int | str) -> int | None:
-    if isinstance(dim, str):
-        return None
-    return dim
 
 
 @contextlib.contextmanager

@@ -96,9 +96,7 @@ class _Cut:
         self._level = {str(value.name): 0 for value in self._graph.inputs if not all(sizes_of(value))}
         for node in self._graph:
             product = products.get(str(node.outputs[0].name))
-            inputs = _names(node.inputs)
-            if product is not None:
-                inputs = _activations(product)
+            inputs = _activations(product) if product is not None else _names(node.inputs)
             levels = [self._level[name] for name in inputs if name in self._level]
             if levels:
                 self._level.update(dict.fromkeys(_names(node.outputs), max(levels) + (product is not None)))

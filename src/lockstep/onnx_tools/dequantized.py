@@ -84,7 +84,7 @@ class DequantizeProducts(Pass):
                 )
             weight = _dequantize(writer, node, factor_of(node))
             writer.op("Gemm", node.inputs[0], weight, name=node.name, transB=1, replaces=out)
-        if quantized:
+        if quantized:  # without ONNX Runtime's domain, which other parsers reject
             model.opset_imports.clear()
             model.opset_imports[""] = OPSET
         return PassResult(model, bool(quantized))

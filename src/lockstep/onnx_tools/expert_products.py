@@ -123,9 +123,8 @@ def _weight(graph: ir.Graph, product: ExpertProduct) -> tuple[ExpertWeight, Sequ
             _names(slots), experts, columns * group_size, rows, bits, group_size, "integers", True
         ), slots
     if not product.decode:
-        if product.transposed:
-            rows, columns = columns, rows
-        return ExpertWeight(_names(slots), experts, rows, columns, 16, 0, "floats", product.transposed), slots
+        sizes = (columns, rows) if product.transposed else (rows, columns)  # in_features, out_features
+        return ExpertWeight(_names(slots), experts, *sizes, 16, 0, "floats", product.transposed), slots
     decoded_shape = array_of(product.decode[-1].inputs[1])
     slots = tuple(sorted(slots, key=lambda slot: -len(sizes_of(slot))))  # codes, exponents
     is_mxfp4 = sorted(node.op_type for node in product.decode) == _MXFP4 and product.transposed and len(slots) == 2

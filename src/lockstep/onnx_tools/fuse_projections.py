@@ -39,6 +39,7 @@ class FuseProjections(Pass):
                 for name in names:
                     del self.parts[name]
                 self.parts[" + ".join(names)] = names
+            # Before the first of them: all read one value, so it is computed by then.
             writer = GraphWriter(graph, f"{first.name}/fused", before=first)
             product = writer.op("Gemm", first.inputs[0], *operands, transB=1)
             results = [f"{node.outputs[0].name}/part" for node in group]

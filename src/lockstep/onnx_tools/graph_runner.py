@@ -37,7 +37,6 @@ class GraphRunner(abc.ABC):
         """Return a slot's weights, joined from tensors of the checkpoint, in the dtype of the computation."""
 
     def adapter_inputs(self, part: BoundBlock, env: Arrays) -> Arrays:
-        """Return {name: array} of a block's adapter inputs."""
         return {}
 
     def run_block(self, part: BoundBlock, env: Arrays) -> dict[str, np.ndarray]:
@@ -108,9 +107,7 @@ class GraphRunner(abc.ABC):
 
 
 def _shard(shard: Shard | None, array: np.ndarray, rank: int) -> np.ndarray:
-    if shard is None:
-        return array
-    return np.ascontiguousarray(shard.take(array, rank))
+    return np.ascontiguousarray(shard.take(array, rank)) if shard else array
 
 
 def _join_shards(signature: Signature, shards: Mapping[str, Shard], ranks: Sequence[Arrays]) -> dict[str, np.ndarray]:

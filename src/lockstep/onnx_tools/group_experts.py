@@ -301,7 +301,6 @@ class _Branch(GraphWriter):
 
 
 def _split_stack(graph: ir.Graph, stack: ir.Value) -> list[ir.Value]:
-    """Add an input for each expert of a stack, and return them."""
     experts, *shape = sizes_of(stack)
     names = [expert_slot(str(stack.name), expert) for expert in range(experts)]
     return [add_input(graph, name, dtype_of(stack), shape, before=stack) for name in names]

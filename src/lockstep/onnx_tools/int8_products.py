@@ -32,7 +32,7 @@ class Int8Products(Pass):
             node.attributes.add(ir.AttrInt64("accuracy_level", 4))
             expert_split = maker(activation, "Split")
             if expert_split is not None and not required(expert_split.inputs[1]).is_initializer():
-                # by expert, so by counts of rows
+                # Rows of one expert, in a number that is computed. All experts' rows are split with the first's.
                 if expert_split.outputs[0] is activation:
                     _split_expert_rows(graph, expert_split, node)
                 continue

@@ -1,4 +1,4 @@
-"""The one judge of errors: expected and found arrays and a bound in; the errors, and what is wrong, out.
+"""The one judge of errors: expected and actual arrays and a bound in; the errors, and the first excess, out.
 
 Rounding errors are draws of one distribution, whose size the weights and the inputs decide. So most bounds are made of
 the noise of the same numbers (`within`), in two ways: the largest error, which shows one wrong number, may be
@@ -103,9 +103,7 @@ def max_abs_error(expected: np.ndarray, actual: np.ndarray) -> float:
         raise ValueError(f"expected shape {expected.shape}, found {actual.shape}")
     with np.errstate(invalid="ignore", over="ignore"):
         largest = float(np.abs(expected - actual).max(initial=0))
-    if not np.isfinite(largest):
-        return math.inf
-    return largest
+    return largest if np.isfinite(largest) else math.inf
 
 
 def relative_errors(expected: np.ndarray, actual: np.ndarray, scale: Number | None = None) -> np.ndarray:
@@ -205,7 +203,6 @@ def wrong(name: str, error: TensorError, of: str = "") -> str | None:
 
 
 def rows_of(array: np.ndarray) -> np.ndarray:
-    """Return an array [rows, ...] as [rows, numbers] in float64."""
     numbers = np.atleast_1d(np.asarray(array, np.float64))
     return numbers.reshape(len(numbers), math.prod(numbers.shape[1:]))
 

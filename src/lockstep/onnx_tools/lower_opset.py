@@ -67,9 +67,7 @@ def _lower(graph: ir.Graph, node: ir.Node) -> None:
 def _axes_to_attribute(writer: GraphWriter, node: ir.Node) -> None:
     """Make the axes of a reduction an attribute: a reader of opset 17 ignores the input and reduces all."""
     no_axes = attribute(node, "noop_with_empty_axes", 0)
-    value = None
-    if len(node.inputs) > 1:
-        value = node.inputs[1]
+    value = node.inputs[1] if len(node.inputs) > 1 else None
     axes = array_of(value)
     if axes is None and (no_axes or value is not None):
         actual = "none"

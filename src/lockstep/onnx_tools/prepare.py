@@ -135,9 +135,7 @@ def random_inputs(model: onnx.ModelProto) -> dict[str, np.ndarray]:
         if dtype == np.uint8:  # integers of quantised weights
             feeds[value.name] = np.resize(np.roll(byte_block, random.integers(_BLOCK)), shape)
         elif dtype.kind == "i":
-            first = 0
-            if value.name in ("position_ids", "past_lengths"):  # some cached tokens
-                first = 2
+            first = 2 if value.name in ("position_ids", "past_lengths") else 0  # some cached tokens
             numbers = np.arange(first, first + shape[0])
             feeds[value.name] = np.broadcast_to(numbers.reshape(-1, *[1] * (len(shape) - 1)), shape)
         else:

@@ -68,17 +68,13 @@ class RoundValues(Pass):
             activations.update(node.outputs)
             for value in node.outputs:
                 if value.name in self._values and value not in steps:
-                    activations.add(_round(graph, node, value))
+                    writer = GraphWriter(graph, f"{value.name}/rounded", after=node)
+                    narrow = writer.op("Cast", value, to=ir.DataType.BFLOAT16)
+                    rounded = writer.op("Cast", narrow, to=ir.DataType.FLOAT)
+                    replace(value, rounded, keep=narrow.producer())
+                    activations.add(rounded)
                     is_rounded = True
         return PassResult(model, is_rounded)
-
-
-def _round(graph: ir.Graph, node: ir.Node, value: ir.Value) -> ir.Value:
-    writer = GraphWriter(graph, f"{value.name}/rounded", after=node)
-    narrow = writer.op("Cast", value, to=ir.DataType.BFLOAT16)
-    rounded = writer.op("Cast", narrow, to=ir.DataType.FLOAT)
-    replace(value, rounded, keep=narrow.producer())
-    return rounded
 
 
 def _eight_bit_steps(graph: ir.Graph) -> set[ir.Value]:

@@ -199,9 +199,7 @@ class GraphWriter:
         return self.constant(np.asarray(operand))
 
     def _name(self) -> str | None:
-        if self._prefix is None:
-            return None
-        return f"{self._prefix}/{self._count}"
+        return None if self._prefix is None else f"{self._prefix}/{self._count}"
 
     def _insert(self, node: ir.Node) -> None:
         self._count += 1

@@ -42,9 +42,7 @@ def number(dim: int | ir.SymbolicDim) -> int:
 
 
 def attribute(node: ir.Node, name: str, default: Any = None) -> Any:
-    if name not in node.attributes:
-        return default
-    return node.attributes[name].value
+    return node.attributes[name].value if name in node.attributes else default
 
 
 def axis_of(node: ir.Node, default: int) -> int:
@@ -56,9 +54,7 @@ def array_of(value: ir.Value | None) -> np.ndarray | None:
     if value is None:
         return None
     tensor = ir.convenience.get_const_tensor(value)
-    if tensor is None:
-        return None
-    return tensor.numpy()
+    return None if tensor is None else tensor.numpy()
 
 
 def maker(value: ir.Value | None, *op_types: str) -> ir.Node | None:

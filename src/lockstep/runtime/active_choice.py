@@ -90,9 +90,7 @@ class ActiveChoice:
 
     @property
     def _forbidden(self) -> np.ndarray:
-        if self.bad_words is None:
-            return np.zeros(0, np.int64)
-        return self.bad_words.tokens()
+        return np.zeros(0, np.int64) if self.bad_words is None else self.bad_words.tokens()
 
     def pipeline_row(self, row: np.ndarray | Sampled, eos_token_ids: Collection[int]) -> Row | None:
         """Return what the logits pipeline chooses the next token from.

@@ -85,12 +85,9 @@ class Adapters:
 
     def digest(self, name: str | None) -> str | None:
         """Return the hex sha256 of an adapter's weights and parameters."""
-        if name is None:
-            return None
-        return self.known[name].sha256
+        return None if name is None else self.known[name].sha256
 
     def load(self) -> None:
-        """Write the adapters that the residency asks for."""
         loading = self.residency.loading
         while loading:
             adapter_slot = min(loading)

@@ -90,7 +90,6 @@ class BadWordFilter:
     """Matches the bad words at the end of one answer."""
 
     def __init__(self, vocabulary: Vocabulary, words: Sequence[str], prompt: Sequence[int] | np.ndarray = ()):
-        """Start an answer to a prompt; words: at least one."""
         self._pieces = vocabulary.pieces
         self._words = [vocabulary.word(text) for text in words]
         self._inside = np.unique(np.concatenate([word.inside for word in self._words]))
@@ -103,7 +102,6 @@ class BadWordFilter:
             self._matched = [word.advance(matched, piece) for word, matched in zip(self._words, self._matched)]
 
     def tokens(self) -> np.ndarray:
-        """Return the tokens that would complete a word, int64."""
         forbidden = [self._inside]
         for word, matched in zip(self._words, self._matched):
             shortest = min(word.completing, default=len(word.text))

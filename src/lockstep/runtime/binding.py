@@ -91,9 +91,7 @@ def open_network(
 
 def _as_run(engines: EngineSet) -> Assembly:
     dtype = engines.backend.activations
-    if dtype is None:
-        return engines.assembly
-    return with_activations(engines.assembly, dtype)
+    return with_activations(engines.assembly, dtype) if dtype else engines.assembly
 
 
 def _network(
@@ -113,14 +111,12 @@ def _network(
 
 
 def _without(signature: Signature, adapters: LoraSlots | None, block: str) -> Signature:
-    """Return a block's signature without room for adapters."""
     assert adapters is not None  # the block takes them
     adapter_inputs = {IDS, *adapters.names(block)}
     return replace(signature, inputs=tuple(io for io in signature.inputs if io.name not in adapter_inputs))
 
 
 def lora_arrays(assembly: Assembly, network: Network) -> list[LoraArrays]:
-    """Return the arrays of each linear layer's adapters, of all blocks of a network."""
     slots = assembly.adapters
     if slots is None:
         return []
@@ -149,7 +145,6 @@ def adapted_modules(assembly: Assembly) -> set[str]:
 def _network_of_rank(
     engines: EngineSet, weights: Weights, chosen: Sequence[Layer], ranks: TensorParallel, rank: int
 ) -> Network:
-    """Return the network of one rank, on its device: its heads, and its shard of the weights."""
     assembly = _as_run(engines)
     load = functools.partial(engines.load, rank=rank)
     programs = {name: load(name) for name in sorted(engine_blocks(assembly))}

@@ -126,7 +126,7 @@ def _index(name: str, value: Any) -> int:
 
 
 def _token_ids(name: str, tokens: Iterable[int] | np.ndarray) -> np.ndarray:
-    """Return token ids as an array of integers [num_tokens]. Raises InputError for what is no list of whole numbers."""
+    """Return token ids as integers [num_tokens]. Raises InputError for anything but a list of whole numbers."""
     try:
         array = tokens if isinstance(tokens, np.ndarray) else np.array(list(map(operator.index, tokens)), np.int64)
     except OverflowError:

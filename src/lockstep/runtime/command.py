@@ -130,9 +130,7 @@ def generate_file(
 def _speculation(model: Model, speculative: Mapping[str, Any] | None, threads: int | None) -> Speculation | None:
     from lockstep.runtime.speculative import Speculative, open_speculation
 
-    if not speculative:
-        return None
-    return open_speculation(model, Speculative(**speculative), threads)
+    return open_speculation(model, Speculative(**speculative), threads) if speculative else None
 
 
 def _say_failure(speculation: Speculation | None) -> None:

@@ -88,7 +88,6 @@ class Collector:
         return self.add(token.choice, token.token, token.finish, token.logprobs)
 
     def add(self, number: int, token: int, finish: str | None, logprobs: Logprobs | None) -> str:
-        """Add a token of choice `number` and return its text."""
         choice = self.completion.choices[number]
         choice.finish = finish
         if token < 0:
@@ -100,9 +99,7 @@ class Collector:
             choice.logprobs.append(logprobs)
         stream = self._streams[number]
         stop = self._filters[number]
-        text = ""
-        if finish != "stop_id":
-            text = stream.push(token)
+        text = "" if finish == "stop_id" else stream.push(token)
         may_end = len(choice.token_ids) > self._min_stop_tokens
         if finish:
             text += stream.finish()
@@ -116,7 +113,6 @@ class Collector:
         return text
 
     def stopped(self, token: Token) -> bool:
-        """Return whether a stop string has ended the choice of this token."""
         return self.completion.choices[token.choice].finish == "stop_string"
 
 

@@ -40,5 +40,4 @@ class Decoding:
             yield token
 
     def finish(self, index: int) -> None:
-        """End a request early."""
         self.engine.abort(index)

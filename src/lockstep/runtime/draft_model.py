@@ -78,7 +78,11 @@ class ModelDrafter:
             draft = self._drafts[choice] = _Draft(self._free_slots.pop())
             sampling = choice.request.sampling
             if sampling.temperature and choice.request.choose is None:
-                model.set_sampling(draft.slot, Sampler(_without_logits(sampling), choice=choice.number))
+                # Only the parameters of draws: a draft without penalties is still often right.
+                draws = Sampling(
+                    sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, seed=sampling.seed
+                )
+                model.set_sampling(draft.slot, Sampler(draws, choice=choice.number))
         if proposed:
             tokens = [proposed[-1]]
             start = length + len(proposed) - 1
@@ -115,8 +119,3 @@ class ModelDrafter:
         if draft := self._drafts.pop(choice, None):
             self._model.release(draft.slot)
             self._free_slots.append(draft.slot)
-
-
-def _without_logits(sampling: Sampling) -> Sampling:
-    """Return a sampling without what needs logits: a draft without penalties is still often right."""
-    return Sampling(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, seed=sampling.seed)

@@ -24,11 +24,9 @@ _MISSED_PAUSE = 4
 class Drafter(Protocol):
     def propose(self, limits: Mapping[ActiveChoice, int]) -> dict[ActiveChoice, list[int]]:
         """Return drafts of at most `limits[choice]` tokens, for the choices that have one."""
-        ...
 
     def forget(self, choice: ActiveChoice) -> None:
         """Drop the state of a choice."""
-        ...
 
 
 class NgramDrafter:
@@ -108,7 +106,7 @@ class _Pace:
 
 
 class Speculation:
-    """Decides how many tokens to draft for which requests of one engine, and counts what was accepted.
+    """Decides how many tokens to draft for which requests of one engine, and counts the accepted ones.
 
     num_drafts, num_draft_tokens: verified so far. accepted: accepted tokens, by position in the draft. failure: why
     drafting has stopped. on_host: False on a GPU. There, looking for drafts delays the launch of a step until the
@@ -175,7 +173,6 @@ class Speculation:
         return drafts
 
     def verified(self, choice: ActiveChoice, proposed: int, accepted: int) -> None:
-        """Record how many tokens of a draft were accepted."""
         self.num_drafts += 1
         self.num_draft_tokens += proposed
         for position in range(accepted):

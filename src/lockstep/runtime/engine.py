@@ -1,7 +1,7 @@
 """The engine: requests of token ids in, tokens out.
 
 Generation, the golden check, the benchmarks and the server all run this one loop over a model's steps. `Scheduler`
-decides what goes into a step.
+decides the contents of a step.
 """
 
 from __future__ import annotations
@@ -496,7 +496,6 @@ class Engine:
         return step
 
     def _draft(self, step: SchedulerOutput) -> None:
-        """Add drafts to a step that has no prompts."""
         if self.speculation is None or any(scheduled.in_prompt for scheduled, _ in step.shares):
             return
         choices = {self.choices[scheduled]: scheduled for scheduled, _ in step.shares}

@@ -229,7 +229,6 @@ class Model:
 
     @contextlib.contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
-        """Show the blocks of all steps to an observer."""
         self.executor.observe(observer)
         try:
             yield
@@ -270,7 +269,6 @@ class Model:
 
     @property
     def async_scheduling(self) -> bool:
-        """Return whether `step_tokens` launches the next step before the tokens of this one are back."""
         return self.executor.async_scheduling
 
     @property
@@ -318,7 +316,6 @@ class Model:
         return any(layer.variant in assembly.state_mixers for layer in assembly.first_layers(self.layers))
 
     def length(self, slot: int) -> int:
-        """Return how many tokens the slot holds."""
         return int(self.executor.lengths[slot])
 
     def release(self, slot: int) -> None:

@@ -45,7 +45,6 @@ class Pieces:
     """
 
     def __init__(self, library: Any):
-        """Take a tokenizer of the tokenizers package."""
         self._library = library
         kinds = set[str]()
         if library.decoder is not None:
@@ -61,7 +60,6 @@ class Pieces:
         return not self.after(token)
 
     def first(self, token: int) -> bytes:
-        """Return what a token adds at the start of a text."""
         alone = self._decode([token])
         if _UNDECODED in alone:
             return self.after(token)
@@ -78,7 +76,6 @@ class Pieces:
         return piece
 
     def text(self, tokens: Iterable[int]) -> str:
-        """Return the text of tokens, without an incomplete character at the end."""
         audible = [token for token in tokens if not self.is_silent(token)]
         pieces = [self.first(token) for token in audible[:1]]
         for previous, token in zip(audible, audible[1:]):

@@ -94,7 +94,7 @@ class Scheduled:
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """What goes into one step.
+    """The contents of one step.
 
     admitted: new requests, each with the pages of its cached prefix. swapped_in: requests whose cache is to be copied
     back. shares: (request, number of tokens to compute). drafts: tokens to verify after a decoding request's token.
@@ -191,11 +191,10 @@ class Scheduler:
         num_pages = self.tables.pool.num_pages
         if needed > num_pages:
             raise InputError(
-                f"request: expected at most {num_pages * PAGE_SIZE} tokens of KV cache "
-                f"({num_pages} pages of {PAGE_SIZE}), found a need for {needed * PAGE_SIZE}: "
-                f"{request.num_prompt_tokens} prompt tokens and up to "
-                f"{request.max_tokens - request.num_prompt_tokens} more, {1 + len(request.siblings)} times; "
-                f"ask for less, or give kv_bytes {needed * self.tables.pool.page_nbytes} or more"
+                f"request: expected at most {num_pages * PAGE_SIZE} tokens of KV cache ({num_pages} pages of "
+                f"{PAGE_SIZE}), found a need for {needed * PAGE_SIZE}: {request.num_prompt_tokens} prompt tokens and "
+                f"up to {request.max_tokens - request.num_prompt_tokens} more, {1 + len(request.siblings)} times; ask "
+                f"for less, or give kv_bytes {needed * self.tables.pool.page_nbytes} or more"
             )
         if len(request.siblings) >= self.options.num_slots:
             raise InputError(
@@ -412,7 +411,6 @@ class Scheduler:
         heapq.heappush(self._waiting.setdefault(request.adapter, []), (request.order, request))
 
     def _first_waiting(self, excluded_adapters: Collection[str | None]) -> Scheduled | None:
-        """Return the first waiting request in order, without those of some adapters."""
         candidates = []
         for adapter in [*self._waiting]:
             queue = self._waiting[adapter]
@@ -498,10 +496,7 @@ class Scheduler:
         return pages_for(tokens) + len(request.siblings) * pages_for(tokens - self._shared_tokens(request))
 
     def _shared_tokens(self, request: Scheduled) -> int:
-        """Return the prompt tokens whose pages the siblings share."""
-        if not self.tables.shares:
-            return 0
-        return request.num_prompt_tokens // PAGE_SIZE * PAGE_SIZE
+        return request.num_prompt_tokens // PAGE_SIZE * PAGE_SIZE if self.tables.shares else 0
 
     def _swap_in(self, step: SchedulerOutput) -> tuple[bool, bool]:
         """Swap requests in while there is room.

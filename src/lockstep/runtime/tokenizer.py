@@ -32,7 +32,6 @@ def _one_line(expected: str) -> Iterator[None]:
 
 
 def _input_error(expected: str, error: BaseException) -> BaseException:
-    """Return the error that `_one_line` raises for one of the tokenizers package."""
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         return error
     return InputError(f"{expected}{' '.join(str(error).split())}")
@@ -68,9 +67,7 @@ def _longest_token(value: Mapping[str, Any]) -> int | None:
         has_all_bytes = model.get("byte_fallback") and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
     shrinks = 1
     for step in normalizers:
-        pattern = None
-        if step["type"] == "Replace":
-            pattern = (step.get("pattern") or {}).get("String")
+        pattern = (step.get("pattern") or {}).get("String") if step["type"] == "Replace" else None
         if step["type"] == "NFC":
             shrinks *= _NFC_SHRINKS
         elif step["type"] != "Prepend" and not (pattern and len(pattern) <= len(step["content"])):
@@ -81,7 +78,6 @@ def _longest_token(value: Mapping[str, Any]) -> int | None:
 
 
 def _parts(value: Mapping[str, Any] | None, key: str) -> Sequence[Mapping[str, Any]]:
-    """Return the steps of a normalizer or pre-tokenizer in order."""
     if value is None:
         return ()
     if value["type"] != "Sequence":
@@ -142,7 +138,6 @@ class Tokenizer:
 
     @classmethod
     def open(cls, assembly_json: str | os.PathLike) -> Tokenizer:
-        """Open an assembly's tokenizer. Raises CheckError for another file than was exported."""
         return cls(tokenizer_path(assembly_json))
 
     def encode(self, text: str, special: bool = True) -> np.ndarray:
@@ -180,7 +175,6 @@ class Tokenizer:
         return -(-num_characters // self._max_token_characters)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of token ids, without special tokens."""
         # No context manager: a server calls this for each token.
         try:
             return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
@@ -206,7 +200,6 @@ class Tokenizer:
         return twice[len(once) :].encode()
 
     def token_text(self, token: int) -> str:
-        """Return `token_bytes` as text, with replacement characters for parts of characters."""
         return self.token_bytes(token).decode(errors=self.pieces.errors)
 
     def spellings(self, text: str) -> list[tuple[int, ...]]:
@@ -240,9 +233,7 @@ class Tokenizer:
     def stream(
         self, context: Sequence[int] | np.ndarray = (), owed: bool = False, shown: Mapping[int, str] = {}
     ) -> TextStream:
-        """Return a new stream for the tokens after a context: see `TextStream`."""
         return TextStream(self.pieces, context, owed, shown)
 
     def text(self, tokens: Iterable[int]) -> str:
-        """Return the text of tokens, without an incomplete character at the end."""
         return self.pieces.text(map(int, tokens))

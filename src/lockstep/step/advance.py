@@ -85,33 +85,26 @@ class Executor(Protocol):
     @property
     def logprobs(self) -> Mapping[int, Logprobs]:
         """Return by slot the log-probabilities of the last step's tokens, where `set_sampling` asks for them."""
-        ...
 
     @property
     def in_flight(self) -> bool:
         """Return whether a step was launched speculatively and not taken yet."""
-        ...
 
     @property
     def max_verify_tokens(self) -> int:
         """Return the tokens of a step that verifies, up to which it is faster than several steps; 0: unsupported."""
-        ...
 
     def warm_up(self) -> None:
         """Run all calls once: see `Model.warm_up`."""
-        ...
 
     def reset(self, slot: int) -> None:
         """Clear a slot and release its pages."""
-        ...
 
     def room(self, length: int) -> int:
         """Return how many tokens fit after `length` tokens before a slot's memory must grow."""
-        ...
 
     def keep(self, slot: int, length: int) -> None:
         """Truncate a slot to `length` tokens."""
-        ...
 
     def logits(self, advances: Sequence[Advance]) -> np.ndarray:
         """Run a step; return the logits after each request's last token, or after each token that it verifies.
@@ -119,24 +112,20 @@ class Executor(Protocol):
         [sum of `num_rows`, vocab_size] float32, in the order of `advances`. Raises InputError, and changes nothing, if
         the pool has too few free pages.
         """
-        ...
 
     def tokens(self, advances: Sequence[Advance], following: Sequence[Advance]) -> np.ndarray:
         """Run a step; return the next tokens, [sum of `num_rows`] int64, chosen as set by `set_sampling`.
 
         A token is -1 if the largest logit is NaN or infinite. following: see `Model.step_tokens`.
         """
-        ...
 
     def tokens_and_logits(
         self, advances: Sequence[Advance], logit_rows: Sequence[int]
     ) -> tuple[np.ndarray, np.ndarray]:
         """Run a step; return what `tokens` does, and the logits of some rows, [len(logit_rows), vocab_size] float32."""
-        ...
 
     def set_sampling(self, slot: int, sampler: Sampler) -> None:
         """Set how a slot's tokens are chosen from now on; an executor that processes logits counts them itself."""
-        ...
 
     def take_adapters(
         self, arrays: Sequence[LoraArrays], max_lora_rank: int, adapter_slots: np.ndarray
@@ -146,39 +135,30 @@ class Executor(Protocol):
         adapter_slots: int64 [num_slots], the adapter slot of each slot's request or -1, which the caller changes
         between steps. Returns a writer of adapters into the arrays; None if they are host arrays.
         """
-        ...
 
     def observe(self, observer: Observer | None) -> None:
         """Show later steps to an observer, block by block, with the same bits but more slowly; None ends it."""
-        ...
 
     def share(self, slot: int, pages: Sequence[int]) -> None:
         """Put the prefix in `pages` into an empty slot: its table starts with them if `tables.shares`, else copy."""
-        ...
 
     def store(self, slot: int, start: int, pages: Sequence[int]) -> None:
         """Copy the slot's tokens from `start` on into `pages`. Not called if `tables.shares`."""
-        ...
 
     def fork(self, slot: int, other: int) -> None:
         """Copy a slot to another; if `tables.shares`, only what its full pages, which both tables have, lack."""
-        ...
 
     def move(self, slot: int, other: int) -> None:
         """Move a slot's contents to an empty slot, whose table has the pages already. Only if `tables.shares`."""
-        ...
 
     def swap_out(self, slot: int) -> Any:
         """Copy a slot to host memory and reset it; return the copy, for `swap_in`."""
-        ...
 
     def swap_in(self, slot: int, swapped: Any) -> None:
-        """Copy what was swapped out into a slot that has pages."""
-        ...
+        """Copy the result of `swap_out` into a slot that has pages."""
 
 
 def check(advances: Sequence[Advance], cache: Executor, vocab_size: int, max_num_tokens: int | None) -> None:
-    """Raise InputError if a step is invalid."""
     slots = set()
     total = 0
     for advance in advances:

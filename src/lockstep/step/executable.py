@@ -21,7 +21,6 @@ class Executable(Protocol):
 
         Raises CheckError if arrays are not contiguous or not of the engine's dtypes.
         """
-        ...
 
 
 class Declared(Protocol):
@@ -45,7 +44,6 @@ class DeviceExecutable(Executable, Protocol):
 
         profile: the engine's profile to run in; None: the one that a step uses.
         """
-        ...
 
 
 @runtime_checkable

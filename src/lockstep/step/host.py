@@ -174,7 +174,6 @@ class HostExecutor:
         return tokens
 
     def room(self, length: int) -> int:
-        """Return how many tokens fit after `length` tokens in the same row."""
         return self.cache.capacity_for(length) - length
 
     def keep(self, slot: int, length: int) -> None:

@@ -199,7 +199,6 @@ class HostStep:
         self._add_exit(network.exit, values)
 
     def logits(self) -> np.ndarray:
-        """Return the logits [num_logits, vocab_size], after `run`."""
         self._gather()
         return self._logits
 
@@ -272,7 +271,7 @@ class HostStep:
         outputs = {io.name: self._buffer(io) for io in block.signature.outputs}
         self._logits = outputs["logits"]
         self._parts: Sequence[np.ndarray] = ()  # each rank's shard of the logits
-        self._gather: Run = _no_gather
+        self._gather: Run = lambda: None
         if isinstance(block.run, RankBlock):
             call, parts, self._gather = block.run.prepare_parts(inputs, outputs)
             self._parts = parts.get("logits", ())
@@ -422,10 +421,6 @@ class HostStep:
         return pair[0], pair[1]
 
 
-def _no_gather() -> None:
-    """Do nothing: the logits are not sharded."""
-
-
 def _new_pairs(cache: KVCache, rows: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return buffers for the new keys and values of each group of layers, [layers, rows, num_kv_heads, dim]."""
     pairs = []
@@ -438,7 +433,6 @@ def _new_pairs(cache: KVCache, rows: int) -> list[tuple[np.ndarray, np.ndarray]]
 
 
 def _inputs(block: Block, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return a block's inputs: values of the step, and the arrays of adapters."""
     inputs = {}
     for io in block.signature.inputs:
         inputs[io.name] = block.adapters[io.name] if io.name in block.adapters else values[io.key]

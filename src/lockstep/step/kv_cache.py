@@ -120,7 +120,6 @@ class KVCache:
         return sum(shape.nbytes * count for shape, count in self._state_groups)
 
     def capacity_for(self, length: int) -> int:
-        """Return the capacity of a row for `length` tokens."""
         capacity = PAGE_SIZE
         while capacity < length:
             capacity *= 2
@@ -183,11 +182,9 @@ class KVCache:
         return [array.copy() for array in self._states(self._places[slot])]
 
     def empty_states(self) -> list[np.ndarray]:
-        """Return uninitialized arrays like those of `states_out`."""
         return [np.empty((count, *shape.sizes), _STATE) for shape, count in self._state_groups]
 
     def states_in(self, slot: int, states: Sequence[np.ndarray]) -> None:
-        """Copy the arrays of `states_out` into a slot."""
         for array, saved in zip(self._states(self._places[slot]), states, strict=True):
             array[:] = saved
 
@@ -227,7 +224,6 @@ class KVCache:
         return arrays
 
     def reset(self, slot: int) -> None:
-        """Clear a slot and free its row."""
         place = self._places.pop(slot, None)
         if place is not None:
             self._drop_row(place)
@@ -303,16 +299,13 @@ class KVCache:
         except (OSError, OverflowError):  # OverflowError: more than the address space
             return False
         for new_arrays, old_arrays in ((keys, rows.keys), (values, rows.values), (states, rows.states)):
-            self._copy_rows(new_arrays, old_arrays)
+            for new, old in zip(new_arrays, old_arrays):
+                new[:, : old.shape[1]] = old
         rows.keys = keys
         rows.values = values
         rows.states = states
         rows.slots += [None] * (count - len(rows.slots))
         return True
-
-    def _copy_rows(self, new_arrays: Sequence[np.ndarray], old_arrays: Sequence[np.ndarray]) -> None:
-        for new, old in zip(new_arrays, old_arrays):
-            new[:, : old.shape[1]] = old
 
 
 def _zeros(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:

@@ -7,8 +7,8 @@ et al. 2020) and a draw. Log-probabilities are of the model's unprocessed logits
 The draw is stateless: it takes the token t with the largest p(t) / E(t), where E(t) is the exponential noise of
 `step/noise.py`. So a request's tokens depend only on its logits and seed, not on batch, order, preemption or restart.
 
-Work on a whole vocabulary is done row by row, since a row stays in the CPU's cache; what is left of it after min-p,
-top-k and top-p is drawn for all rows together.
+Work on a whole vocabulary is done row by row, since a row stays in the CPU's cache; the candidates that min-p, top-k
+and top-p leave are drawn for all rows together.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 from lockstep.step.noise import Draw, exponential_noise
 from lockstep.step.sampling import LARGEST, SMALLEST, Logprobs, Sampled, Sampling, scaled_temperature
 
-_NUCLEUS = 512  # a few tokens usually have most of the mass: so many are sorted at first
+_NUCLEUS = 512  # tokens that are sorted at first: a few usually have most of the mass
 _GROUP = 64
 
 
@@ -88,7 +88,6 @@ class Sampler:
 
     @np.errstate(over="ignore")
     def _adjust(self, logits: np.ndarray, forbidden: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the logits with biases, forbidden tokens and penalties."""
         sampling = self.sampling
         logits = logits.copy()
         for token, bias in sampling.logit_bias.items():
@@ -196,9 +195,7 @@ def choose(rows: Sequence[Row]) -> list[Sampled]:
 
 
 def _mask(logits: np.ndarray, allowed: np.ndarray | None) -> np.ndarray:
-    if allowed is None:
-        return logits
-    return np.where(allowed, logits, np.float32(-np.inf))
+    return logits if allowed is None else np.where(allowed, logits, np.float32(-np.inf))
 
 
 def candidates(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray | None, np.ndarray]:
@@ -223,9 +220,7 @@ def candidates(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray | Non
 
 
 def _take(ids: np.ndarray | None, weights: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    if ids is not None:
-        return ids[indices], weights[indices]
-    return indices, weights[indices]
+    return indices if ids is None else ids[indices], weights[indices]
 
 
 def largest(values: np.ndarray, count: int) -> np.ndarray:

@@ -115,7 +115,6 @@ class PagePool:
         return shared_pages
 
     def forget(self) -> None:
-        """Free the pages of all unreferenced prefixes."""
         while self._unreferenced:
             self._evict()
 
@@ -203,7 +202,6 @@ class PageTables:
         self._tables[slot] = []
 
     def release(self, slot: int) -> None:
-        """Release a slot's pages."""
         pages = self._tables[slot]
         self._tables[slot] = []
         self.pool.release(pages)

@@ -87,7 +87,6 @@ class RankBlock:
         return calls, ranks
 
     def _gather_calls(self, ranks: Sequence[Arrays], outputs: Arrays) -> list[Run]:
-        """Return the calls that copy shards into the outputs."""
         calls: list[Run] = []
         for name, array in outputs.items():
             shard = self._sharded.values.get(name)
@@ -139,7 +138,6 @@ def _declared(ios: Sequence[IO]) -> dict[str, Declared]:
 
 
 def _sizes(signature: Signature, inputs: Arrays, outputs: Arrays) -> dict[str, int]:
-    """Return the sizes of the dimensions that have names."""
     sizes: dict[str, int] = {}
     for ios, arrays in ((signature.inputs, inputs), (signature.outputs, outputs)):
         for io in ios:

@@ -49,11 +49,9 @@ class Residency:
         self.adapter_slots[slot] = -1
 
     def release(self, slot: int) -> None:
-        """Release the adapter of a slot whose request has ended."""
         self.adapter_slots[slot] = -1
 
     def can_claim(self, slot: int, adapter: str | None) -> bool:
-        """Return whether `claim` would succeed."""
         return adapter is None or adapter in self.slot_of or self._free_adapter_slot(slot) is not None
 
     @property

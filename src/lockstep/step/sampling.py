@@ -1,4 +1,4 @@
-"""How a request's tokens are chosen, and what is chosen: parameters, tokens, log-probabilities."""
+"""How a request's tokens are chosen, and the results: parameters, tokens, log-probabilities."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Sampling:
 
     @property
     def needs_logits(self) -> bool:
-        """Return whether more than a draw is asked for: changed logits, or log-probabilities."""
+        """Return whether more than a draw is needed: changed logits, or log-probabilities."""
         return self.logprobs is not None or self.changes_logits
 
     @property
@@ -102,7 +102,6 @@ class Sampling:
 
     @property
     def has_penalties(self) -> bool:
-        """Return whether tokens of the prompt or the answer change the logits."""
         return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
 
 

@@ -91,15 +91,12 @@ class AdapterWriter(Protocol):
 
     def prepare(self, adapter: LoadedAdapter) -> None:
         """Do the work that is needed once for an adapter, not at each `write`."""
-        ...
 
     def write(self, adapter: LoadedAdapter, adapter_slot: int) -> None:
         """Write an adapter to its slot in all arrays before the next step, as `write_adapter` does."""
-        ...
 
     def forget(self, adapter: LoadedAdapter) -> None:
         """Drop the result of `prepare` for an adapter that is not written any more."""
-        ...
 
 
 def open_adapters(path: str | os.PathLike) -> dict[str, LoadedAdapter]:
@@ -115,7 +112,6 @@ def open_adapters(path: str | os.PathLike) -> dict[str, LoadedAdapter]:
 
 
 def adapter_of_bytes(name: str, adapter: Adapter, data: np.ndarray, folder: Path) -> LoadedAdapter:
-    """Return an adapter whose file of matrices holds `data`, uint8."""
 
     def array(place: TensorPlace) -> np.ndarray:
         raw = data[place.offset : place.offset + place.length]

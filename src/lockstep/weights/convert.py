@@ -108,7 +108,6 @@ def _load_assembly(path: Path, precision: str) -> Assembly:
 def _quantized_tensors(
     source: Source, precision: str, assembly: Assembly | None, assembly_json: Path | None
 ) -> QuantizedTensors:
-    """Return the tensors of `source` to quantise, by their names there."""
     if assembly is None or assembly_json is None:
         raise InputError(f"precision {precision}: expected an assembly, which says what is quantised, found none")
     quantization = assembly.quantization
@@ -167,7 +166,6 @@ def _form(quantized: QuantizedTensors) -> tuple[bool, bool, bool]:
 
 
 def _check_finite(source: Source) -> None:
-    """Read all floats of a checkpoint. Raises InputError where one is not finite."""
     buffer = np.empty(PIECE_BYTES, np.uint8)
     for name, place in source.tensors.items():
         if place.dtype in FLOAT_DTYPES:

@@ -14,7 +14,7 @@ from lockstep.artifacts.dtypes import named_dtype
 
 _LARGEST = np.float32(448)
 _TINY = np.finfo(np.float32).tiny  # a smaller scale is set to 0
-_NAN = 0x7F  # the code of NaN without its sign
+NAN = 0x7F  # the code of NaN without its sign
 
 
 def row_scales(rows: np.ndarray) -> np.ndarray:
@@ -29,13 +29,9 @@ def codes_of(rows: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return np.clip(numbers, -_LARGEST, _LARGEST).astype(named_dtype("float8_e4m3fn")).view(np.uint8)
 
 
-def has_nan(codes: np.ndarray) -> bool:
-    return bool(((codes & _NAN) == _NAN).any())
-
-
 def steps(codes: np.ndarray) -> np.ndarray:
     """Return the distance from each code's number to the next larger one, float32, of scale 1."""
-    return np.ldexp(np.float32(1), np.maximum((codes & _NAN) >> 3, 1).astype(np.int32) - 10)
+    return np.ldexp(np.float32(1), np.maximum((codes & NAN) >> 3, 1).astype(np.int32) - 10)
 
 
 def rounded(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -21,7 +21,6 @@ class WeightInputs:
     """The weight inputs of an engine; declared: {input: (shape, dtype)}."""
 
     def __init__(self, slots: Sequence[IO], inputs: Collection[str]):
-        """Find the inputs of `slots` among those of an engine."""
         self.slots = {slot.name: (slot.sizes, slot.numpy_dtype) for slot in slots}
         self.experts = {}  # {slot: its experts' inputs}
         for name in self.slots:
@@ -80,9 +79,7 @@ class _ExpertTensors:
         self._stacks[name] = tensor, number, stack
 
     def identity(self, name: str) -> Hashable:
-        if name in self._stacks:
-            return name
-        return self._weights.identity(name)
+        return name if name in self._stacks else self._weights.identity(name)
 
     def __getitem__(self, name: str) -> np.ndarray:
         if name not in self._stacks:

@@ -35,9 +35,7 @@ def pack(integers: np.ndarray, bits: int) -> np.ndarray:
 
     Two share a byte where they have 4 bits, the first in the low half.
     """
-    if bits == 8:
-        return integers
-    return integers[..., 0::2] | integers[..., 1::2] << 4
+    return integers if bits == 8 else integers[..., 0::2] | integers[..., 1::2] << 4
 
 
 def unpack(data: np.ndarray, group_size: int) -> np.ndarray:

@@ -98,7 +98,7 @@ def _merged(
         where = f"{source.words(name)}: adapter {adapter.name!r}"
         expected = [left_factor.shape[0], right_factor.shape[1]]
         raise InputError(f"{where}: expected a weight of the product's shape {expected}; check it again")
-    left_factor *= adapter.scale_of(module)
+    left_factor *= adapter.scale_of(module)  # a copy, made by `astype`: the adapter does not change
     columns = place.shape[1]
     start = 0  # of the piece, in numbers
     dtype = numpy_dtype(place.dtype)

@@ -134,7 +134,6 @@ class Packed:
             raise PackedValueError("zero_points", expected, f"{zeros.max()}", remedy)
 
     def _words(self, rows: slice) -> slice:
-        """Return the words along a row of tensors that are stored by columns."""
         return slice(rows.start * self.packing.bits // 32, rows.stop * self.packing.bits // 32)
 
     def _repeat_groups(self, values: np.ndarray, group_size: int | None) -> np.ndarray:

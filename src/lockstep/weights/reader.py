@@ -39,17 +39,14 @@ class Tensors(Protocol):
     @property
     def checkpoint(self) -> object:
         """Return an object that identifies the checkpoint."""
-        ...
 
     def identity(self, name: str) -> Hashable:
         """Return a key that is equal for equal arrays of one checkpoint."""
-        ...
 
     def __getitem__(self, name: str) -> np.ndarray: ...
 
     def location(self, name: str) -> tuple[Path, int, int] | None:
         """Return (path, offset in bytes, length in bytes) of an array; None where no file holds just these bytes."""
-        ...
 
 
 class Weights:
@@ -86,7 +83,10 @@ class Weights:
         manifest = WeightsManifest.load(manifest_path)
         paths = {file.path: manifest_path.parent / file.path for file in manifest.files}
         check_stored(manifest.files, manifest_path.parent, "convert the checkpoint again")
-        maps = {name: _map(path) for name, path in paths.items()}
+        maps = {}
+        for name, path in paths.items():
+            with open(path, "rb") as file:  # the array keeps the map alive
+                maps[name] = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
         for name, info in manifest.tensors.items():
             _check_place(manifest_path, name, info, maps[info.file].size)
         quantized = manifest.group_size, manifest.transposed
@@ -177,9 +177,7 @@ class Weights:
 
     def _key(self, name: str) -> str:
         """Return a name as in the checkpoint: those of a bare decoder leave out its first part ("transformer.")."""
-        if name in self._tensors:
-            return name
-        return name.partition(".")[2]
+        return name if name in self._tensors else name.partition(".")[2]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())
@@ -196,7 +194,6 @@ class Weights:
             )
 
     def unused(self, names: Iterable[str]) -> list[str]:
-        """Return the tensors that are not among `names`, sorted."""
         return sorted(set(self._tensors) - {self._key(name) for name in names})
 
     def info(self, name: str) -> TensorPlace:
@@ -250,9 +247,3 @@ def _check_place(manifest_path: Path, name: str, info: TensorPlace, size: int) -
             f"{manifest_path}: expected tensor {name!r} within its file, found {info}; delete "
             f"the file and convert the checkpoint again"
         )
-
-
-def _map(path: Path) -> np.ndarray:
-    """Map a file's bytes as a read-only uint8 array, which keeps the map alive."""
-    with open(path, "rb") as file:
-        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)

@@ -47,7 +47,6 @@ class Source:
         return sorted({place.file for place in self.manifest.tensors.values()})
 
     def with_transposed(self, names: Collection[str]) -> Source:
-        """Return the same tensors with the named matrices read transposed."""
         shapes = {name: self.tensors[name].shape[::-1] for name in names}
         places = {name: replace(self.tensors[name], shape=shape) for name, shape in shapes.items()}
         return replace(self, tensors={**self.tensors, **places}, transposed=names)
@@ -196,7 +195,6 @@ class Source:
 
 
 def _cut(data: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield bytes in pieces of PIECE_BYTES."""
     for start in range(0, data.size, PIECE_BYTES):
         yield data[start : start + PIECE_BYTES]
 

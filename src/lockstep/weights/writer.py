@@ -121,7 +121,6 @@ def write_stream(
 def _stored(
     tensors: Mapping[str, TensorPlace], dtypes: Mapping[str, str], quantized: QuantizedTensors | None
 ) -> dict[str, Stored]:
-    """Return {name in the file: tensor}."""
     stored = {}
     for name, place in tensors.items():
         if quantized is None or name not in quantized.bits:
@@ -150,6 +149,7 @@ def layout(stored: Mapping[str, Stored], file: str) -> tuple[bytes, dict[str, Te
     """Return the opening bytes of `file` and its tensors, in the order of the safetensors library."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
+    # The largest types first, as the library does: then each tensor is aligned to its elements.
     for name in sorted(stored, key=lambda name: (-DTYPE_ORDER[stored[name].dtype], name)):
         entry = stored[name]
         begin = end
@@ -211,7 +211,7 @@ def _bytes_of(array: np.ndarray) -> memoryview:
 def _quantize_rows(source: Source, entry: Stored, _: int, buffer: np.ndarray) -> Iterator[memoryview]:
     """Yield the data or the scales of a tensor as e4m3, by whole rows, which may span several pieces."""
     columns = source.tensors[entry.name].shape[-1]
-    numbers = np.empty(0, np.float32)
+    numbers = np.empty(0, np.float32)  # the rest of the last piece: the beginning of a row
     for piece in _cast(source, entry.name, "F32", buffer):
         numbers = np.concatenate([numbers, np.frombuffer(piece, np.float32)])
         count = numbers.size // columns
@@ -226,7 +226,7 @@ def _read_codes(source: Source, entry: Stored, _: int, __: np.ndarray) -> Iterat
     """Yield the data or the scales of a weight that the checkpoint stores as e4m3 numbers, unchanged."""
     coded = source.coded(entry.name)
     codes = coded.arrays["data"]
-    if e4m3.has_nan(codes):
+    if (codes & e4m3.NAN == e4m3.NAN).any():
         source.array(entry.name)  # raises, with the number of NaNs
     yield _bytes_of(coded.row_scales() if entry.part == "scales" else codes)
 

@@ -178,18 +178,18 @@ def _nan(array: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(
     ("layout", "edit", "line"),
     [
-        ("fp8-blocks", _drop("weight_scale_inv"), f"expected tensor '{PROJ}.weight_scale_inv' beside '{PROJ}.weight'"),
+        ("fp8-blocks", _drop("weight_scale_inv"), f"expected tensor '{PROJ}.weight_scale_inv' for '{PROJ}.weight'"),
         ("fp8-blocks", _set("weight_scale_inv", lambda a: a[:, :1]), "[4, 2], found F32 [4, 1]"),
         ("fp8-tensor", _set("weight_scale", lambda a: np.ones(3, np.float32)), "[400, 1] or [400] or [1, 1] or [1] or "
          "[], found F32 [3]"),
         ("fp8-rows", _set("weight_scale", lambda a: a[1:]), "found BF16 [399, 1]; does config.json"),
         ("fp8-rows", _set("weight", _nan), "expected finite numbers, found 1 NaN"),
-        ("nvfp4", _drop("weight_global_scale"), f"expected tensor '{PROJ}.weight_global_scale' beside"),
-        ("nvfp4", _drop("weight_packed"), f"expected tensor '{PROJ}.weight_packed' beside '{PROJ}.weight_scale'"),
+        ("nvfp4", _drop("weight_global_scale"), f"expected tensor '{PROJ}.weight_global_scale' for"),
+        ("nvfp4", _drop("weight_packed"), f"expected tensor '{PROJ}.weight_packed' for '{PROJ}.weight_scale'"),
         ("nvfp4", _set("weight_scale", lambda a: a[:, 1:]), "expected F8_E4M3 [400, 9], found F8_E4M3 [400, 8]"),
         ("nvfp4", _set("weight_packed", lambda a: a[:, 1:]), "U8 of two dimensions, of 8s, found U8 [400, 71]"),
         ("nvfp4", _set("weight_global_scale", lambda a: 0 * a), "NaN and "),
-        ("nf4", _drop("weight.absmax"), f"expected tensor '{PROJ}.weight.absmax' beside '{PROJ}.weight.quant_state"),
+        ("nf4", _drop("weight.absmax"), f"expected tensor '{PROJ}.weight.absmax' for '{PROJ}.weight.quant_state"),
         ("nf4", _set("weight.absmax", lambda a: a[1:]), "expected U8 [900], found U8 [899]"),
         ("nf4", _set("weight", lambda a: a[1:]), "found U8 [28799, 1]"),
         ("nf4", _state("{"), "expected JSON with shape and blocksize, found 'Expecting property name"),

@@ -371,8 +371,8 @@ def _zero_point(tensors: dict[str, np.ndarray]) -> None:
 @pytest.mark.parametrize(
     ("layout", "edit", "line"),
     [
-        (GPTQ, _drop("qzeros"), f"expected tensor '{PROJ}.qzeros' beside '{PROJ}."),
-        (GPTQ, _drop("qweight"), f"expected tensor '{PROJ}.qweight' beside '{PROJ}."),
+        (GPTQ, _drop("qzeros"), f"expected tensor '{PROJ}.qzeros' for '{PROJ}."),
+        (GPTQ, _drop("qweight"), f"expected tensor '{PROJ}.qweight' for '{PROJ}."),
         (GPTQ, _set("qweight", lambda a: a[:-1]), f"tensor '{PROJ}.qweight': expected rows of a multiple of 16 numbers, "  # noqa: E501
          "as group_size in config.json says, found I32 [17, 400]"),
         (GPTQ, _set("qweight", lambda a: a.astype(np.int64)), "expected I32 or U32 of two dimensions, found I64"),

@@ -353,7 +353,6 @@ def _domains(graph: onnx.GraphProto) -> set[str]:
 
 
 def _inputs_to_initializers(graph: onnx.GraphProto, slots: Mapping[str, tuple[tuple[int, ...], np.dtype]]) -> None:
-    """Turn the weight inputs into initializers with external data."""
     activations = [value for value in graph.input if value.name not in slots]
     del graph.input[:]
     graph.input.extend(activations)
@@ -385,9 +384,7 @@ def _place_weights(
     for slot, names in slots.items():
         arrays = [weights[name] for name in names]
         check(slot, arrays)
-        location = None
-        if len(names) == 1:
-            location = weights.location(names[0])
+        location = weights.location(names[0]) if len(names) == 1 else None
         if location is not None and location[1] % arrays[0].itemsize == 0 and _is_utf8(location[0]):
             in_files[slot] = location
             continue

@@ -38,9 +38,7 @@ class PadAngles(Pass):
                 continue
             writer = GraphWriter(graph, f"{out.name}/vectors", before=node)
             if angles not in padded:  # a Cos and a Sin read the same angles
-                rows = angles
-                if is_vector:
-                    rows = writer.op("Unsqueeze", angles, [-1])
+                rows = writer.op("Unsqueeze", angles, [-1]) if is_vector else angles
                 padded[angles] = writer.op("Pad", rows, [*[0] * (2 * len(shape) - 1), -size % VECTOR])
             result = writer.copy(node, padded[angles])
             if is_vector:

@@ -8,7 +8,6 @@ _BF16 = ("amx_bf16", "avx512_bf16", "bf16")  # the last on AArch64
 
 
 def why_not(precision: str) -> str | None:
-    """Return why the CPU here does not compute in a precision; None where it does."""
     if precision != "bf16":
         return None
     if not set(_BF16).isdisjoint(describe_cpu()["isa"]):

@@ -66,7 +66,6 @@ class ExpandWeights(Pass):
         return PassResult(model, bool(self.weights))
 
     def _full(self, graph: ir.Graph, weight: IntegerWeight, is_mxfp4: bool = False) -> ir.Value:
-        """Add an input for the full weight."""
         name = f"{weight.data.name}/full"
         self.weights.append(Weight(**vars(weight), full=name, is_mxfp4=is_mxfp4))
         return add_input(graph, name, ir.DataType.FLOAT, [weight.rows, weight.columns])

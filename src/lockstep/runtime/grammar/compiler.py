@@ -81,7 +81,6 @@ class Compiler:
             threading.stack_size(before)
 
     def forget(self, key: int) -> None:
-        """Drop the outcome of a grammar that was submitted."""
         self._open.discard(key)
 
     def poll(self) -> list[tuple[int, Matcher | str]]:
@@ -99,7 +98,6 @@ class Compiler:
         return outcomes
 
     def wait(self, seconds: float) -> None:
-        """Wait at most `seconds` for an outcome."""
         self._came.wait(seconds)
 
     def _work(self) -> None:

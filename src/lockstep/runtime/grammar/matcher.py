@@ -83,16 +83,12 @@ class GrammarCompiler(Protocol):
 
     def submit(self, key: int, grammar: Grammar, answer_ids: Sequence[int] = ()) -> None:
         """Begin with a grammar. answer_ids: tokens that its answer has already."""
-        ...
 
     def forget(self, key: int) -> None:
         """Drop a grammar whose request has ended."""
-        ...
 
     def poll(self) -> list[tuple[int, Matcher | str]]:
         """Return the outcomes by key: the matcher, or why the grammar was rejected."""
-        ...
 
     def wait(self, seconds: float) -> None:
         """Wait at most `seconds` for an outcome."""
-        ...

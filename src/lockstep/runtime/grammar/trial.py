@@ -202,7 +202,6 @@ def _limit(kind: int, limit: int) -> None:
 
 
 def _address_space() -> int:
-    """Return the bytes that this process has mapped."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
 

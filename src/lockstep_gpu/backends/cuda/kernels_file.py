@@ -25,8 +25,6 @@ Group = tuple[Product, ...]  # products of one input
 
 @dataclass(frozen=True)
 class BlockStep:
-    """A kernel, or the products of one input."""
-
     kernel: RowKernel | None = None
     products: tuple[Product, ...] = ()
 

@@ -120,7 +120,6 @@ class KernelsProgram(GpuProgram):
         self.tensors = tensors | {name: _tensor(name, False, *declared) for name, declared in block.outputs.items()}
 
     def _compiled(self) -> dict[str, cuda.Kernel]:
-        """Return {name: kernel}."""
         if not self.kernels:
             return {}
         self.device.use()
@@ -426,9 +425,7 @@ class _Call:
             self._orders[experts.ids] = order
             sort = order.sort
             steps.append(lambda sizes: sort(sizes[rows]))
-        scales = None
-        if len(product.slots) > 1:
-            scales = self._run.weights[product.slots[1]]
+        scales = self._run.weights[product.slots[1]] if len(product.slots) > 1 else None
         stack = ExpertStack(self._run.weights[product.slots[0]], scales, experts.weight)
         x = self._values[product.input].array
         out = self._values[product.output].array
@@ -459,9 +456,7 @@ class _Call:
         multiply = products.bind(weight, x, [wide_out])
         shrunk = _columns_from(wide_out, sum(product.out_features for product in group))
         lora = next(product.lora for product in group if product.lora)
-        rows_of_outputs = None
-        if lora.rows:
-            rows_of_outputs = self._arrays[lora.rows]
+        rows_of_outputs = self._arrays[lora.rows] if lora.rows else None
         adapters = Adapters(self._arrays[IDS], rows_of_outputs, lora.rank)
         outs = [self._values[product.output].array for product in group]
         matrices = [self._arrays[product.lora.b] if product.lora else None for product in group]

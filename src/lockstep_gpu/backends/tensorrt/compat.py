@@ -85,7 +85,6 @@ class Library:
 
     @property
     def package(self) -> str:
-        """Return the name of the package that is installed."""
         return self.module
 
     def require(self) -> None:
@@ -306,7 +305,6 @@ class Library:
         return engine
 
     def tensors(self, engine: trt.ICudaEngine) -> list[Tensor]:
-        """Return all inputs and outputs of an engine."""
         dtypes = self._dtypes()
         tensors: list[Tensor] = []
         for number in range(engine.num_io_tensors):

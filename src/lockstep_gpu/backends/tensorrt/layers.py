@@ -54,7 +54,6 @@ class Layer:
 
     @property
     def is_fused_region(self) -> bool:
-        """Return whether the inspector lists a whole fused region as this layer."""
         return bool(_FUSED_REGION.match(self.name))
 
     @property
@@ -200,7 +199,6 @@ def check_precision(layers: Sequence[Layer], model: onnx.ModelProto, types: Mapp
 
 
 def _reads_fp32(layer: Layer) -> bool:
-    """Return whether a product's factors are in fp32."""
     if _FUSED.match(layer.kind):
         read = [datatype(text) for _, text in layer.inputs]
         return "float32" in read and not any(dtype in _HALVES for dtype in read)
