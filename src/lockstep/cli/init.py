@@ -20,7 +20,6 @@ def init(source: str, out: Path | None) -> None:
     what a run needs of memory, disk and time. Of a model on the hub config.json is fetched.
     """
     from lockstep.artifacts.files import write_bytes
-    from lockstep.backends.gpu import total_memory
     from lockstep.cli.doctor import model_line, needs
     from lockstep.config.first import first_config, name_of
     from lockstep.config.load import load
@@ -36,7 +35,7 @@ def init(source: str, out: Path | None) -> None:
     if out.exists():
         raise InputError(f"{out}: expected no such file yet, found one; name another by --out, or delete it")
     shape_file = _shape_file(source)
-    text = first_config(name, source, shape_file, total_bytes(), total_memory())
+    text = first_config(name, source, shape_file, total_bytes())
     write_bytes(out, text.encode())
     try:
         config = load(out)

@@ -45,6 +45,7 @@ class BackendSettings:
     can. lacks_here: why the processor here does not compute in one of `precisions`, None where it does; asked when the
     config is read. None of these loads the library. The last three say "needs WHAT of which kind, found what", of which
     the summary's headline has WHAT.
+    device_memory: bytes of the device that runs its engines, by its driver alone; 0 where that is the CPU.
     """
 
     precisions: tuple[str, ...]
@@ -62,6 +63,7 @@ class BackendSettings:
     cannot_build: Callable[[], str | None] = lambda: None
     cannot_run: Callable[[Mapping[str, Any]], str | None] = lambda options: None
     lacks_here: Callable[[str], str | None] = lambda precision: None
+    device_memory: Callable[[], int] = lambda: 0
 
     def build_options(self, section: Section | None, limits: Mapping[str, int]) -> dict[str, Any]:
         options = {}

@@ -43,10 +43,10 @@ class Choice:
     why: str
 
 
-def choose(parameters: int | None, packing: Packing | None, memory: int, gpu_memory: int) -> Choice:
+def choose(parameters: int | None, packing: Packing | None, memory: int) -> Choice:
     """Choose by the hardware here, by the model's number of parameters, and by the packing of its weights.
 
-    The first precision whose weights fit into the memory, in bytes, of the GPU, or of the machine where there is none.
+    The first precision whose weights fit into the memory of the GPU, or into `memory` bytes where there is none.
     """
     cuda = backends()["cuda"]
     on_gpu = cuda.missing() is None and cuda.cannot_run({}) is None
@@ -60,7 +60,7 @@ def choose(parameters: int | None, packing: Packing | None, memory: int, gpu_mem
     precisions = {}
     if on_gpu:
         precisions["fp16"] = "there is a GPU here; also w8a16, w4a16"
-        memory = gpu_memory
+        memory = cuda.device_memory()
     elif parameters < _SMALL:
         precisions["fp32"] = "a small model on a CPU; also fp16, w8a16, w4a16"
     precisions["w8a16"] = "half the memory of fp16; also fp16, w4a16"
@@ -90,17 +90,17 @@ def name_of(source: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("._-")[:100] or "model"
 
 
-def first_config(name: str, source: str, shape_file: Path, memory: int, gpu_memory: int) -> str:
+def first_config(name: str, source: str, shape_file: Path, memory: int) -> str:
     """Return the text of a model's first config.
 
-    shape_file: its config.json, the folder that holds it, or its GGUF file. memory, gpu_memory: as of `choose`. Raises
+    shape_file: its config.json, the folder that holds it, or its GGUF file. memory: as of `choose`. Raises
     InputError for a model that cannot be read.
     """
     shape = read_shape(shape_file)
     length = min(shape.max_position_embeddings or MOST_TOKENS, MOST_TOKENS)
     known = shape.max_position_embeddings
     long_prompt = min(_LONG_PROMPT, length // 2)
-    choice = choose(shape.num_parameters, shape.packing, memory, gpu_memory)
+    choice = choose(shape.num_parameters, shape.packing, memory)
     return f"""\
 # {name}: made and checked by `lockstep run`, then served by `lockstep serve`. All keys: config/README.md.
 models:

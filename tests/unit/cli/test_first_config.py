@@ -108,12 +108,12 @@ def test_the_precision_follows_size_memory_and_packing(monkeypatch: pytest.Monke
     packed = Packing("awq", 4, 128, True)
     sizes = ((10**8, None), (10**10, None), (3 * 10**10, None), (10**8, packed))
     memory = 32 * 10**9
-    chosen = [first.choose(size, packing, memory, 0) for size, packing in sizes]
+    chosen = [first.choose(size, packing, memory) for size, packing in sizes]
     assert [choice.precision for choice in chosen] == ["fp32", "w8a16", "w4a16", "w4a16"]
     assert all(choice.precision in backends()[choice.backend].precisions for choice in chosen)
-    on_gpu = {"cuda": replace(backends()["cuda"], cannot_run=lambda options: None)}
+    on_gpu = {"cuda": replace(backends()["cuda"], cannot_run=lambda options: None, device_memory=lambda: memory)}
     monkeypatch.setattr(first, "backends", lambda: {**backends(), **on_gpu})
-    chosen = [first.choose(size, packing, 0, memory) for size, packing in sizes]
+    chosen = [first.choose(size, packing, 0) for size, packing in sizes]
     assert [choice.precision for choice in chosen] == ["fp16", "fp16", "w4a16", "w4a16"]
 
 

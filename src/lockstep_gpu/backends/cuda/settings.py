@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lockstep.config.backends import BackendSettings
 from lockstep_gpu.backends.cuda.gpu import PRECISIONS, why_not
+from lockstep_gpu.compute_capability import total_memory
 
 SETTINGS = BackendSettings(
     precisions=PRECISIONS,
@@ -17,4 +18,5 @@ SETTINGS = BackendSettings(
     gpus=1,
     unpinned=("cuda", "cudnn"),
     cannot_run=lambda options: why_not(),
+    device_memory=total_memory,
 )
