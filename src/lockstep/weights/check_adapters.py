@@ -139,14 +139,18 @@ def check_folder(folder: Path, checkpoint: CheckpointManifest, where: str) -> Ad
     path = folder / WEIGHTS
     if not present(path):
         pickled = ", ".join(file.name for file in sorted(folder.glob("adapter_model.*")))
-        actual = f"pickled weights ({pickled}), which can run code when they are opened" if pickled else "none"
+        actual = "none"
+        if pickled:
+            actual = f"pickled weights ({pickled}), which can run code when they are opened"
         raise InputError(
             f"{where}: {folder}: expected {WEIGHTS}, found {actual}; save it with "
             "PeftModel.save_pretrained(folder, safe_serialization=True)"
         )
     modules = _modules(path, read_header(path), config, where)
     base = config.get("base_model_name_or_path")
-    trained_on = f" (trained on {shorten(base)})" if base else ""
+    trained_on = ""
+    if base:
+        trained_on = f" (trained on {shorten(base)})"
     packing = packing_of(checkpoint.config)
     weights = checkpoint.tensors
     if packing is None or packing.layout != _SHAPELESS:

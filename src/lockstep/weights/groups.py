@@ -55,7 +55,9 @@ def dequantize(
     """
     bits = 8 if data.shape[-1] == group_size else 4
     zeros = np.full(scales.shape, 1 << bits - 1, np.uint8)
-    if zero_points is not None:
-        zeros = zero_points if bits == 8 else unpack(zero_points, 2 * zero_points.shape[-1])[..., : scales.shape[-1]]
+    if zero_points is not None and bits == 8:
+        zeros = zero_points
+    elif zero_points is not None:
+        zeros = unpack(zero_points, 2 * zero_points.shape[-1])[..., : scales.shape[-1]]
     numbers = (unpack(data, group_size).astype(np.float32) - zeros[..., None].astype(np.float32)) * scales[..., None]
     return numbers.reshape(*data.shape[:-2], -1)
