@@ -51,9 +51,9 @@ ENGINE = {
     "bf16": {"openvino": (8.0, 12.0), "*": (8.0, 8.0)},  # see `ROUNDING`: 2.1 times the noise's rms is seen (Gemma)
     "w8a16": {"cuda": (1.0, 1.0), "*": (2**-2, 2**-2)},
     "w4a16": {"cuda": (1.0, 1.0), "*": (2**-2, 2**-2)},
-    # Graph and engine round activations alike, and differ as in fp32: 1e-4 of fp16's noise in all but one of 100 rows.
-    # There a value is nearest to another number, and the row is off: by up to 1.6 times the noise (w4a8, demo) and
-    # 5.2 times (w8a8, SmolLM2, whose groups have outliers: ONNX Runtime, November 2026).
+    # Graph and engine round activations alike, and differ as in fp32: 1e-4 of fp16's noise in all but one of 100 rows
+    # (one of 20: SmolLM2). There a value is nearest to another number, and the row is off: by up to 1.6 times the noise
+    # (w4a8, demo) and 5.2 times (w8a8, SmolLM2, whose groups have outliers: ONNX Runtime, November 2026).
     "w8a8": {"cuda": (1.0, 1.0), "*": (2.0, 2**-8)},
     "w4a8": {"cuda": (1.0, 1.0), "*": (2.0, 2**-8)},
     # `cuda` has float16 activations, so another e4m3 number is sometimes the nearest, 1/16 to 1/8 away: one of a row of

@@ -19,7 +19,7 @@ from lockstep.onnx_tools.rounded import UNITS, exact_and_rounded
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.tolerances import Tolerances
 
-_ENOUGH = 8  # rows from which on the rms does not depend on single roundings
+ENOUGH = 8  # rows from which on the rms does not depend on single roundings
 _TAIL = 3  # times the usual row: see `verify.noise.LogitNoise.at`
 _NARROW = ("float16", "bfloat16")
 Arrays = Mapping[str, np.ndarray]
@@ -69,10 +69,10 @@ class NoisyGraph:
         return {name: row_noise(outputs[name], array) for name, array in _run(rounded, wide).items() if name in names}
 
 
-def beside_graph(tolerances: Tolerances, noise: Spread) -> Bound:
+def beside_graph(tolerances: Tolerances, noise: Spread, enough: int = ENOUGH) -> Bound:
     """Return the bound of an engine's output whose rows have this noise. Of few rows the rms is not bounded."""
     bound = within(tolerances, noise, tolerances.engine)
-    if len(noise.rms) < _ENOUGH:
+    if len(noise.rms) < enough:
         return Bound(bound.largest, noise=bound.noise)
     return bound
 

@@ -15,7 +15,7 @@ from lockstep.onnx_tools.judge import Bound, Spread
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.onnx_tools.widened import widened
 from lockstep.tolerances import Tolerances
-from lockstep.verify.noisy_graph import NoisyGraph, beside_graph
+from lockstep.verify.noisy_graph import ENOUGH, NoisyGraph, beside_graph
 from lockstep.verify.routing.choices import Choice, with_choices
 
 _NOISE = "noise of "
@@ -68,10 +68,12 @@ class NoisyRun:
         return array
 
 
-def bound_of(outputs: Arrays, name: str, tolerances: Tolerances, rows: np.ndarray | slice = slice(None)) -> Bound:
-    """Return the largest errors allowed of an output, or of some of its rows."""
+def bound_of(
+    outputs: Arrays, name: str, tolerances: Tolerances, rows: np.ndarray | slice = slice(None), enough: int = ENOUGH
+) -> Bound:
+    """Return the largest errors allowed of an output, or of some of its rows. enough: rows whose rms is bounded."""
     largest, rms = outputs[f"{_NOISE}{name}"][rows].T
-    return beside_graph(tolerances, Spread(largest, rms))
+    return beside_graph(tolerances, Spread(largest, rms), enough)
 
 
 def is_clear(choice: Choice, scores: np.ndarray, bound: np.ndarray) -> np.ndarray:

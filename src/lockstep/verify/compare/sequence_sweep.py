@@ -199,10 +199,10 @@ class AttentionSweep(Sweep):
             self._stale[name, scaled] = (stale * np.float32(like.std(dtype=np.float64))).astype(like.dtype)
         return self._stale[name, scaled]
 
-    def expected(self, trials: Sequence[Trial]) -> list[Arrays]:
-        if trials[0].is_far:
-            return [self._run_graph(self.feed(trial)) for trial in trials]
-        return [take_rows(self._computed(trial.scaled), trial.rows) for trial in trials]
+    def expected(self, trial: Trial) -> Arrays:
+        if trial.is_far:
+            return self._run_graph(self.feed(trial))
+        return take_rows(self._computed(trial.scaled), trial.rows)
 
     def _inputs(self, scaled: bool) -> Arrays:
         if scaled:
@@ -254,11 +254,11 @@ class StateSweep(Sweep):
     def feed(self, trial: Trial) -> dict[str, np.ndarray]:
         return self._rows(int(trial.rows[0]), int(trial.rows[-1]) + 1)
 
-    def expected(self, trials: Sequence[Trial]) -> list[Arrays]:
+    def expected(self, trial: Trial) -> Arrays:
         if not self._outputs:
             outputs = self._run(self._rows(0, len(next(iter(self._whole.values())))))
             self._outputs = {name: array for name, array in outputs.items() if not name.endswith(_STATE)}
-        return [{**take_rows(self._outputs, trial.rows), **self._state(int(trial.rows[-1]) + 1)} for trial in trials]
+        return {**take_rows(self._outputs, trial.rows), **self._state(int(trial.rows[-1]) + 1)}
 
     def _rows(self, first: int, end: int) -> dict[str, np.ndarray]:
         rows = {name: array[first:end] for name, array in self._whole.items()}

@@ -10,7 +10,8 @@ In: a graph, the limits, a seed. Out: trials, each with its feed and its expecte
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -20,10 +21,11 @@ from lockstep.verify.arrays import concatenate_rows, take_rows
 from lockstep.verify.compare import inputs
 from lockstep.verify.compare.inputs import Case, Graph, Sizes
 from lockstep.verify.compare.sequence_sweep import LARGEST_SQUARED, PAST_STATE, AttentionSweep, StateSweep
-from lockstep.verify.compare.trial import Arrays, Point, Ranges, Run, Sweep, Trial, span_of
+from lockstep.verify.compare.trial import DECISIVE_ROWS, Arrays, Point, Ranges, Run, Sweep, Trial, span_of
 from lockstep.verify.repeats import repeated_rows
 
 _PIECE = 512  # rows that a graph computes at a time
+_EXIT_PIECE = 64  # of an exit, whose rows are as wide as the vocabulary
 _OUTLIER = 100.0  # of one channel in every fourth row, as trained models have them
 _LARGE = 64.0  # of inputs that are no residual stream, in every fourth row
 Whole = dict[str, tuple[np.ndarray, bool]]  # the whole input of a graph, {name: (array, whether it has rows)}
@@ -54,25 +56,65 @@ def sweep_of(
     return sweep
 
 
-class _TokenSweep(Sweep):
-    """A block: each number of rows, and rows that are the same; of an embedding each token of the vocabulary too."""
+class _RowSweep(Sweep):
+    """Rows that do not depend on each other. The graph computes them in pieces, when they are needed."""
 
     is_row_wise = True
+    _large: np.ndarray
+
+    def __init__(
+        self, graph: Graph, sizes: Sizes, decisive: int, piece: int, draw: random.Random, largest: float, run: Run
+    ):
+        """sizes: of the whole input. decisive: rows, of the first, that decide what is right at a size."""
+        self._whole, self._large = _rows(graph, sizes, draw, largest)
+        self._decisive = decisive
+        self._piece_rows = piece
+        self._run = run
+        self._random = np.random.default_rng(draw.randrange(1 << 32))
+        self._pieces: dict[int, Arrays] = {}
+
+    def others(self, trial: Trial) -> Iterator[Trial]:
+        rows = np.unique(trial.rows)
+        unused = self._random.permutation(np.setdiff1d(np.arange(self._decisive), rows))
+        for start in range(0, len(unused) - len(rows) + 1, len(rows)):
+            names = np.arange(len(self._large))
+            names[rows] = unused[start : start + len(rows)]
+            names[names[rows]] = rows
+            step_rows = trial.step_rows
+            if step_rows is not None:
+                step_rows = names[step_rows]
+            yield replace(trial, rows=names[trial.rows], step_rows=step_rows)
+
+    def expected(self, trial: Trial) -> Arrays:
+        begin = int(trial.rows.min()) // self._piece_rows * self._piece_rows
+        end = int(trial.rows.max()) + 1
+        rows = concatenate_rows([self._piece(low) for low in range(begin, end, self._piece_rows)])
+        return take_rows(rows, span_of(trial.rows - begin))
+
+    def _piece(self, low: int) -> Arrays:
+        """Return the graph's outputs for some rows. Only the first, which most trials need, are kept."""
+        if low in self._pieces:
+            return self._pieces[low]
+        piece = self._computed(slice(low, min(low + self._piece_rows, len(self._large))))
+        if low < self._decisive:
+            self._pieces[low] = piece
+        return piece
+
+    def _computed(self, rows: slice) -> Arrays:
+        return self._run(_cut(self._whole, rows))
+
+
+class _TokenSweep(_RowSweep):
+    """A block: each number of rows, and rows that are the same; of an embedding each token of the vocabulary too."""
 
     def __init__(self, graph: Graph, ranges: Ranges, draw: random.Random, largest: float, run: Run):
         ((self._dim, (min_rows, max_rows)),) = ranges.items() or ((("", (1, 1)),))
-        count = max_rows
-        is_embedding = "token_ids" in graph.dims
-        if is_embedding:
-            count = max(max_rows, graph.assembly.vocab_size)
-        self._whole, self._large = _rows(graph, {self._dim: count}, draw, largest)
-        self._run = run
-        self._count = count
-        self._most = max_rows
-        self._pieces: dict[int, Arrays] = {}
-        starts = [(size, draw.randrange(max_rows - size + 1)) for size in range(min_rows, max_rows + 1)]
-        if is_embedding:
-            starts += [(min(max_rows, count - start), start) for start in range(0, count, max_rows)]
+        first_rows = max(max_rows, DECISIVE_ROWS) if self._dim else 1
+        vocabulary = range(graph.assembly.vocab_size if "token_ids" in graph.dims else 0)
+        count = max(first_rows, len(vocabulary))
+        super().__init__(graph, {self._dim: count}, first_rows, _PIECE, draw, largest, run)
+        starts = [(size, draw.randrange(first_rows - size + 1)) for size in range(min_rows, max_rows + 1)]
+        starts += [(min(max_rows, count - start), start) for start in vocabulary[::max_rows]]
         self.trials = [self._trial(np.arange(start, start + size)) for size, start in starts]
         if self._dim:
             self.trials += [self._trial(rows, repeats) for repeats, rows in repeated_rows(min_rows, max_rows, draw)]
@@ -85,70 +127,50 @@ class _TokenSweep(Sweep):
     def feed(self, trial: Trial) -> dict[str, np.ndarray]:
         return _cut(self._whole, span_of(trial.rows))
 
-    def expected(self, trials: Sequence[Trial]) -> list[Arrays]:
-        outputs: list[Arrays] = []
-        for trial in trials:
-            begin = int(trial.rows.min()) // _PIECE * _PIECE
-            end = int(trial.rows.max()) + 1
-            rows = concatenate_rows([self._piece(low) for low in range(begin, end, _PIECE)])
-            outputs.append(take_rows(rows, span_of(trial.rows - begin)))
-        return outputs
 
-    def _piece(self, low: int) -> Arrays:
-        """Return the graph's outputs for `_PIECE` rows. Only the first, which most trials need, are kept."""
-        if low in self._pieces:
-            return self._pieces[low]
-        piece = self._run(_cut(self._whole, slice(low, min(low + _PIECE, self._count))))
-        if low < self._most:
-            self._pieces[low] = piece
-        return piece
+class _ExitSweep(_RowSweep):
+    """An exit: each number of tokens and each of requests, in seeded pairs, and steps whose rows are the same.
 
-
-class _ExitSweep(Sweep):
-    """An exit: each number of tokens and each of requests, in seeded pairs, and steps whose rows are the same."""
+    Logits are those of the first rows of the whole input, wherever in a step: few wide rows that the graph computes.
+    """
 
     def __init__(self, graph: Graph, ranges: Ranges, draw: random.Random, largest: float, run: Run):
-        _, self._tokens = ranges["num_tokens"]
+        _, tokens = ranges["num_tokens"]
         _, requests = ranges["num_requests"]
-        self._whole, self._large = _rows(graph, {"num_tokens": self._tokens, "num_requests": 1}, draw, largest)
-        self._run = run
-        rounds = range(-(-self._tokens // requests))
+        decisive = max(DECISIVE_ROWS, 2 * requests)
+        sizes = {"num_tokens": max(tokens, decisive), "num_requests": 1}
+        super().__init__(graph, sizes, decisive, _EXIT_PIECE, draw, largest, run)
         counts: list[int] = []
-        for _ in rounds:
+        while len(counts) < tokens:
             counts += draw.sample(range(1, requests + 1), requests)
         self.trials = []
-        for size, count in zip(range(1, self._tokens + 1), counts):
-            count = min(size, count)
-            rows = [size - 1, *(draw.randrange(size) for _ in range(count - 1))]  # a prompt's last token, and others
-            draw.shuffle(rows)
-            self.trials.append(self._trial(size, rows))
-        for count in range(1, min(requests, self._tokens) + 1):
-            self.trials.append(self._trial(self._tokens, draw.sample(range(self._tokens), count)))
-        for repeats, step_rows in repeated_rows(1, self._tokens, draw):
-            count = min(requests, len(step_rows))
-            case = Case(0, {"num_requests": count, "num_tokens": len(step_rows)}, repeats=repeats)
-            logit_rows = np.array(draw.sample(step_rows.tolist(), count), np.int64)
-            self.trials.append(Trial(case, logit_rows, step_rows=step_rows))
-        self.totals = (sum(min(size, requests) for size in range(1, self._tokens + 1)),)
+        for size, count in zip(range(1, tokens + 1), counts):
+            # a prompt's last token, and others
+            rows = [size - 1, *(draw.randrange(size) for _ in range(min(size, count) - 1))]
+            self.trials.append(self._trial(np.arange(size), draw.sample(rows, len(rows))))
+        for count in range(1, min(requests, tokens) + 1):
+            self.trials.append(self._trial(np.arange(tokens), draw.sample(range(tokens), count)))
+        for repeats, step_rows in repeated_rows(1, tokens, draw):
+            rows = draw.sample(step_rows.tolist(), min(requests, len(step_rows)))
+            self.trials.append(self._trial(step_rows, rows, repeats))
+        self.totals = (sum(min(size, requests) for size in range(1, tokens + 1)),)
 
     def points(self, trial: Trial) -> list[Point]:
         return [(trial.case.sizes["num_tokens"], trial.case.sizes["num_requests"])]
 
-    def _trial(self, size: int, rows: Sequence[int]) -> Trial:
-        return Trial(Case(0, {"num_requests": len(rows), "num_tokens": size}), np.array(rows, np.int64))
+    def _trial(self, step_rows: np.ndarray, rows: Sequence[int], repeats: str = "") -> Trial:
+        """Return a run of a step; its rows with logits change places with some of the first."""
+        case = Case(0, {"num_requests": len(rows), "num_tokens": len(step_rows)}, repeats=repeats)
+        return next(self.others(Trial(case, np.array(rows, np.int64), step_rows=step_rows)))
 
     def feed(self, trial: Trial) -> dict[str, np.ndarray]:
-        if trial.step_rows is None:
-            return {**_cut(self._whole, slice(0, trial.case.sizes["num_tokens"])), "logit_rows": trial.rows}
+        assert trial.step_rows is not None  # of an exit
         places = {int(row): place for place, row in enumerate(trial.step_rows)}
         logit_rows = np.array([places[int(row)] for row in trial.rows], np.int64)
         return {**_cut(self._whole, trial.step_rows), "logit_rows": logit_rows}
 
-    def expected(self, trials: Sequence[Trial]) -> list[Arrays]:
-        feed = {name: array for name, (array, _) in self._whole.items()}
-        outputs = self._run({**feed, "logit_rows": np.concatenate([trial.rows for trial in trials])})
-        ends = np.cumsum([len(trial.rows) for trial in trials])
-        return [take_rows(outputs, slice(end - len(trial.rows), end)) for trial, end in zip(trials, ends)]
+    def _computed(self, rows: slice) -> Arrays:
+        return self._run({**_cut(self._whole, rows), "logit_rows": np.arange(rows.stop - rows.start)})
 
 
 def _cut(inputs: Whole, rows: np.ndarray | slice) -> dict[str, np.ndarray]:
