@@ -19,8 +19,13 @@ __device__ __forceinline__ void few_rows(const unsigned short* weight, const uns
     u32 base = shared_memory();
     int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
     int blocks = (out_features + OUTPUTS - 1) / OUTPUTS;  // of a row
-    int first = blockIdx.x % blocks * OUTPUTS, first_row = blockIdx.x / blocks * ROWS;
-    x += (long long)first_row * in_features;
+    int first = blockIdx.x * OUTPUTS, first_row = 0;
+    if (gridDim.x > blocks) {  // more than ROWS rows: a decoding step of few rows must not wait for a division
+        first = blockIdx.x % blocks * OUTPUTS;
+        first_row = blockIdx.x / blocks * ROWS;
+        x += (long long)first_row * in_features;
+        rows -= first_row;
+    }
     int across = warp % 2, beside = warp / 2;  // which 16 outputs, and 8 of each 16 rows, of the block's a warp makes
     int steps = (in_features + COLUMNS - 1) / COLUMNS;
     auto load_weight = [&](int step) {
@@ -39,7 +44,7 @@ __device__ __forceinline__ void few_rows(const unsigned short* weight, const uns
         for (int i = 0; i < ROWS * PIECES / THREADS; i++) {
             int n = i * THREADS + tid, row = n / PIECES, piece = n % PIECES;
             int column = step * COLUMNS + piece * 8;
-            bool in = column < in_features && first_row + row < rows;
+            bool in = column < in_features && row < rows;
             copy_async(to + place(row, piece), x + (in ? (long long)row * in_features + column : 0), in);
         }
     };
@@ -87,9 +92,9 @@ __device__ __forceinline__ void few_rows(const unsigned short* weight, const uns
     if (beside * 8 >= ROWS) return;
 #pragma unroll
     for (int i = 0; i < TILES * 4; i++) {
-        int out = first + across * 16 + lane / 4 + i % 4 / 2 * 8,
-            request = first_row + i / 4 * 16 + beside * 8 + lane % 4 * 2 + i % 2;
-        if (out >= out_features || request >= rows) continue;
+        int out = first + across * 16 + lane / 4 + i % 4 / 2 * 8, row = i / 4 * 16 + beside * 8 + lane % 4 * 2 + i % 2;
+        if (out >= out_features || row >= rows) continue;
+        int request = first_row + row;
         unsigned short result = narrow(sums[i / 4][i % 4]);
         if (out < first_end) first_out[(long long)request * first_end + out] = result;
         else if (out < second_end) second_out[(long long)request * (second_end - first_end) + out - first_end] = result;
