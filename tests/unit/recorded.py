@@ -55,8 +55,8 @@ def recorded(
     moved = replace(manifest, folder=os.path.abspath(manifest.folder_of(demo.checkpoint(MODEL))))
     run(results, "resolve", lambda: moved.save(results.checkpoint(MODEL)))
     converted = results.weights(MODEL, precision)
-    run(results, "convert", lambda: weights.convert(results.checkpoint(MODEL), precision, converted), precision)
     run(results, "export", precision=precision)
+    run(results, "convert", lambda: weights.convert(results.checkpoint(MODEL), precision, converted), precision)
     engines = results.engines(MODEL, precision, backend)
     run(results, "build", lambda: backends.build(graphs, backend, engines, options), precision, backend)
     return results

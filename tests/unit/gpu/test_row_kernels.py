@@ -259,7 +259,9 @@ def run(kernel: RowKernel, feeds: dict[str, np.ndarray], outputs: dict[str, np.n
         add(array, array.shape[1] if kind in (ROWS, CHOICES) else 1 if kind == INDEX else None)
     shapes = {name: array.shape for name, array in outputs.items()}
     outputs = {name: of_rows(array) for name, array in outputs.items()}
-    types = {name: np.int32 if array.dtype.kind == "i" else array.dtype for name, array in outputs.items()}
+    # A graph's float32, such as weights of chosen experts, is stored in 16 bits but in the residual stream.
+    types = {name: np.float32 if name in kernel.wide else np.float16 for name in outputs}
+    types |= {name: np.int32 for name, array in outputs.items() if array.dtype.kind == "i"}
     results = {name: wider(np.zeros_like(outputs[name], types[name])) for name in kernel.outputs}
     for array in results.values():
         add(array, array.shape[1])
