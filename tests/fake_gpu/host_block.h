@@ -87,7 +87,6 @@ inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b)
 
 // Runs `work` as blocks 0 to `blocks`-1 of COUNT threads. static: of inline functions libraries of one process share what is static inside.
 static void launch(int blocks, std::function<void()> work) {
-    gridDim = {blocks, 1, 1};
     using namespace host_block;
     static std::vector<char> stacks((size_t)COUNT * STACK);
     host_block::work = work;

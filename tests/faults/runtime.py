@@ -155,12 +155,12 @@ def first_wrong_draft_accepted(right):
         for choice, draft, rows in drafted:
             is_right = True
             for token, row in zip(draft, rows):
-                if choice.scheduled not in self._choices or not is_right:
+                if choice.scheduled not in self.choices or not is_right:
                     break
                 is_right = choice.answer[-1] == token
                 choice.scheduled.num_computed += 1
                 tokens += self._choose([(choice, row)])
-            if choice.scheduled in self._choices:
+            if choice.scheduled in self.choices:
                 self._model.keep(choice.scheduled.slot, choice.scheduled.num_computed)
         return tokens
 

@@ -92,7 +92,7 @@ EDITS = {
     "a module": (
         lambda demo: demo.append("src/lockstep/onnx_tools/fuse_projections.py", "EDITED = 1\n"),
         "build",
-        r"code onnx_tools \w{12} -> \w{12}",
+        r"code lockstep/onnx_tools \w{12} -> \w{12}",
     ),
     "a weight": (
         lambda demo: flip(demo.folder / "resources" / MODEL / "model.safetensors", -100),

@@ -65,7 +65,7 @@ def installed(wheel: Path) -> Path:
 
 def test_the_wheel_holds_the_package_the_workflow_and_nothing_else(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    packages = {"lockstep", "snakemake_logger_plugin_lockstep"}
+    packages = {"lockstep", "lockstep_gpu", "lockstep_serve", "snakemake_logger_plugin_lockstep"}
     folders = {name.split("/")[0].partition("-")[0] for name in names}
     assert folders == {*packages, "lockstep_engines"}, "no benchmarks, no tests"
     expected = {

@@ -25,7 +25,6 @@ MANUAL = "pkg:generic/lockstep#docs/statements.md"
 DIGEST = "lockstep_sha256"
 CONTENT = "lockstep_content"  # a digest of a manifest's content without the paths in it
 SUFFIX = ".statement.json"
-_PART = "lockstep/"
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ class Statement:
             key = {
                 **definition["externalParameters"],
                 "inputs": inputs,
-                "code": {part.removeprefix(_PART): sha256 for part, sha256 in subjects(parts).items()},
+                "code": subjects(parts),
                 "environment": packages,
                 "backend": definition["internalParameters"].get("backend"),
             }
@@ -150,9 +149,9 @@ def in_toto(
     """Return a statement as JSON.
 
     outputs: {name: sha256}. parameters: given by the user. dependencies: in-toto's resource descriptors. internal:
-    parameters that were derived. code: {path of a module of this package: sha256}.
+    parameters that were derived. code: {folder of our packages: sha256}.
     """
-    parts = _descriptors({f"{_PART}{part}": sha256 for part, sha256 in code.items()})
+    parts = _descriptors(code)
     predicate: dict[str, Any] = {
         "buildDefinition": {
             "buildType": MANUAL,

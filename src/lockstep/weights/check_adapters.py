@@ -274,7 +274,7 @@ def _modules(
             if side not in sides:
                 raise InputError(
                     f"{where}: {path}: expected base_model.model.{module}.lora_{side}.weight, found only its other "
-                    f"half; save the adapter again"
+                    "half; save the adapter again"
                 )
         if _EXPERT.search(module):
             raise InputError(

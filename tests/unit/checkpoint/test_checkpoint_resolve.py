@@ -335,7 +335,7 @@ def test_an_index_that_is_none(sharded, text):
 def test_an_index_that_leads_elsewhere(sharded, name):
     (sharded / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
     assert line_of(sharded).startswith(
-        f"{sharded / INDEX}: expected names of safetensors files beside the index, found "
+        f"{sharded / INDEX}: expected names of safetensors files next to the index, found "
     )
 
 

@@ -241,7 +241,7 @@ def test_a_commit_that_is_gone_is_named(user: User, hub: HubServer) -> None:
     del hub.repositories[NAME].commits[first]
     assert user.error(f"hf:{NAME}", 2, True) == (
         f"hf:{NAME}: expected commit {first}, at which it was found before, found it gone from {NAME}; "
-        "take what is there now: delete source.json and checkpoint.json of the model, and run again, not locked"
+        "take the newest one: delete source.json and checkpoint.json of the model, and run again, not locked"
     )  # fmt: skip
 
 

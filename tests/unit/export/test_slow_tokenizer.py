@@ -66,9 +66,9 @@ def test_the_ids_of_a_made_tokenizer_are_the_models(tmp_path, monkeypatch, capfd
 @pytest.mark.parametrize(
     ("name", "data", "line"),
     [
-        ("tokenizer.model", b"IQ== 0\nIg== 1\n", "tokenizer.model: expected a SentencePiece model of pairs"),
+        ("tokenizer.model", b"IQ== 0\nIg== 1\n", "tokenizer.model: expected a SentencePiece BPE model with tokens"),
         ("tokenizer.model", b"\x0a\x07\x0a\x01a", "tokenizer.model: expected a SentencePiece model, found another"),
-        ("tokenizer.model", b"", "expected a SentencePiece model of pairs with bytes"),
+        ("tokenizer.model", b"", "expected a SentencePiece BPE model with tokens for bytes"),
         ("tekken.json", b'{"config": {}, "vocab": []}', "tekken.json: expected config, and vocab with rank"),
         ("vocab.json", b"[]", "expected tokenizer.model, tekken.json or files that transformers makes a tokenizer of"),
     ],

@@ -74,6 +74,7 @@ HALVES = r"""
 #define RUN(NAME) extern "C" void run_##NAME( \
     int blocks, const unsigned short* weight, const unsigned short* x, unsigned short* first, unsigned short* second, \
     unsigned short* third, int end, int ends, int outs, int ins, int rows) { \
+    gridDim.x = blocks; \
     launch(blocks, [=] { NAME(weight, x, first, second, third, end, ends, outs, ins, rows); }); }
 RUN(few_rows_8) RUN(few_rows_16) RUN(few_rows_32) RUN(few_rows_64)
 """

@@ -763,9 +763,9 @@ def test_the_peak_is_what_was_used_at_most_and_none_where_cuda_failed(monkeypatc
 def test_modules_of_the_backend_load_without_tensorrt_and_cuda():
     modules = [
         *(f"backends.tensorrt.{name}" for name in "backend compat contract layers memory tactics".split()),
-        *("backends.cuda.backend", "gpu.describe", "gpu.libraries"),
+        *("backends.cuda.backend", "describe", "libraries"),
     ]
     code = ("import sys; sys.modules['tensorrt'] = sys.modules['cuda'] = None\n") + "".join(
-        f"import lockstep.{name}\n" for name in modules
+        f"import lockstep_gpu.{name}\n" for name in modules
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -251,7 +251,9 @@ def test_what_a_release_before_left_is_named_and_goes_with_the_next_build(result
     for file in old:
         file.write_text("{}")
     wrong = [str(finding) for finding in verify(results.root) if finding.status != "same"]
-    assert len(wrong) == 2 and all("of Lockstep 0.2: `lockstep run` makes a statement" in line for line in wrong)
+    assert len(wrong) == 2 and all(
+        "of Lockstep 0.2: `lockstep run` replaces it by a statement" in line for line in wrong
+    )
     build(results)
     assert not any(file.exists() for file in old) and {finding.status for finding in verify(results.root)} == {"same"}
 

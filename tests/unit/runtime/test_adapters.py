@@ -491,7 +491,7 @@ def _with(name: str, array: np.ndarray) -> Callable[[dict[str, np.ndarray]], Any
     (_with(f"{_Q}.lora_magnitude_vector", np.ones(240, np.float32)), "lora_magnitude_vector' (DoRA)"),
     (_with("base_model.model.lm_head.weight", np.ones(3, np.float32)), "(no part of a LoRA)"),
     (_with("base_model.model.model.embed_tokens.lora_embedding_A", np.ones(3, np.float32)), "an adapter of the embed"),
-    (lambda arrays: arrays.pop(f"{_Q}.lora_B.weight"), f"expected {_Q}.lora_B.weight, found none of this name"),
+    (lambda arrays: arrays.pop(f"{_Q}.lora_B.weight"), f"expected {_Q}.lora_B.weight, found only its other half"),
     (lambda arrays: arrays.clear(), "expected lora_A and lora_B of linear layers, found none"),
     (lambda arrays: arrays[f"{_Q}.lora_A.weight"].__setitem__((0, 3), np.nan), "finite numbers, found 1 NaN and 0 inf"),
     (_with(f"{_Q}.lora_A.weight", np.ones((4, 99), np.float32)), "[240, 144] as the base"),
