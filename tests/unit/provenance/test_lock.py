@@ -42,12 +42,12 @@ def built(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Results:
     results = Results(tmp_path_factory.mktemp("built") / "results")
     shutil.copytree(demo.assembly("demo-llama", "fp16").parent, results.assembly("demo-llama", "fp16").parent)
     run(results, "resolve", lambda: resolve("resources/demo-llama", DEMO, results.checkpoint("demo-llama")))
+    run(results, "export", lambda: None)
     run(
         results,
         "convert",
         lambda: weights.convert(results.checkpoint("demo-llama"), "fp16", results.weights("demo-llama", "fp16")),
     )
-    run(results, "export", lambda: None)
     run(
         results,
         "build",
@@ -87,7 +87,7 @@ def test_a_statement_says_what_an_engine_set_was_made_of(built: Results) -> None
     statement = read_statement(built.engines("demo-llama", "fp16", "onnxruntime"))
     key = statement.key
     assert key.inputs == {"assembly": content(built.assembly("demo-llama", "fp16"))}
-    assert "backends/onnxruntime" in key.code and "export" not in key.code
+    assert "lockstep/backends/onnxruntime" in key.code and "lockstep/export" not in key.code
     assert key.environment["onnxruntime"] == key.backend["version"] == code_identity.read_pins()["onnxruntime"]
     assert key.backend["device"]["architecture"]
     assert set(statement.outputs) == {
@@ -114,6 +114,8 @@ def test_a_key_does_not_hang_on_places(built: Results, copy: Results, tmp_path: 
     other = Results(tmp_path / "deeper" / "results")
     folder = shutil.copytree(DEMO, tmp_path / "deeper" / "checkpoint")
     run(other, "resolve", lambda: resolve(str(folder), folder, other.checkpoint("demo-llama")))
+    graphs = other.assembly("demo-llama", "fp16").parent
+    shutil.copytree(built.assembly("demo-llama", "fp16").parent, graphs)
     run(
         other,
         "convert",
