@@ -24,7 +24,7 @@ _OWN_BACKENDS = Path(__file__).resolve().parent / "backends"
 
 @functools.cache
 def entry_points(group: str) -> Mapping[str, importlib.metadata.EntryPoint]:
-    """Return the entry points of a group ("backends") by name, sorted."""
+    """Return the entry points of a group ("backends"), sorted by their names."""
     registered = importlib.metadata.entry_points(group=f"lockstep.{group}")
     return {entry.name: entry for entry in sorted(registered, key=lambda entry: entry.name)}
 

@@ -88,11 +88,11 @@ class DecodeState:
 
     @property
     def tells_logprobs(self) -> bool:
-        """Return whether log-probabilities are asked for in any slot."""
+        """Return whether any slot requests log-probabilities."""
         return bool(self._samplings["num_logprobs"].any())
 
     def logprobs(self, records: np.ndarray, slots: Sequence[int]) -> dict[int, Logprobs]:
-        """Return by slot the log-probabilities that were asked for: see `LogitsTables.read_logprobs`."""
+        """Return by slot the requested log-probabilities: see `LogitsTables.read_logprobs`."""
         return self.logits_tables.read_logprobs(records, self._samplings, slots)
 
     def send_samplings(self, stream: cuda.Stream) -> None:

@@ -347,7 +347,7 @@ class GpuExecutor:
             return self.enqueue_passes(decoding, chunks)
         if step.chunks or not chunks:
             return step
-        # The speculative step had no prompts: they follow in a pass of their own.
+        # The speculative step had no prompts: they follow in another pass.
         self._reserve(chunks, self._slot_lengths(step.lengths))
         chunk_step = self.enqueue_passes([], chunks)
         chunk_step.passes += step.passes

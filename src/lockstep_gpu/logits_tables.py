@@ -58,7 +58,7 @@ class LogitsTables:
         self._masks[slot] = masks
 
     def send(self, stream: cuda.Stream) -> None:
-        """Enqueue what was set since the last call."""
+        """Enqueue the values set since the last call."""
         for slot, sampler in self._samplers.items():
             sampling = sampler.sampling
             if sampling.has_penalties:

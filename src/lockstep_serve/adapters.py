@@ -24,7 +24,7 @@ Stamp = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True)
 class LoadedFolder:
-    """A loaded adapter's folder, a stamp of its files then, and the digest of what it computes."""
+    """A loaded adapter's folder, a stamp of its files then, and the digest of its tensors."""
 
     folder: Path
     stamp: Stamp | None

@@ -195,7 +195,7 @@ class AnswerReader:
         return list(self._parts(False))
 
     def finish(self) -> list[Part]:
-        """Return what is left when no more text comes."""
+        """Return the parts that remain when no more text comes."""
         return list(self._parts(True))
 
     def _parts(self, ended: bool) -> Iterator[Part]:

@@ -191,7 +191,7 @@ def _text(value: Any, where: str) -> str:
 
 
 def _field(value: Any, name: str, default: Any = None) -> Any:
-    """Return a field of a JSON object; `default` for what is no object."""
+    """Return a field of a JSON object; `default` for any other value."""
     return value.get(name) if isinstance(value, dict) else default
 
 

@@ -63,7 +63,7 @@ def application(service: Service, access: Access = Access(), triton: Triton | No
 
 
 def _guarded(endpoint: Endpoint, access: Access) -> Callable[[Request], Awaitable[Any]]:
-    """Return an endpoint's handler with access checks before it, and with a response for what it raises."""
+    """Return an endpoint's handler with access checks before it, and with a response to each exception."""
     keys = [key.encode() for key in access.keys]
 
     async def handle(request: Request) -> Any:

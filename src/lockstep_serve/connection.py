@@ -67,7 +67,7 @@ class Connection:
         self.flush()
 
     def flush(self) -> None:
-        """Send what is left, as far as possible without blocking."""
+        """Send the remaining bytes, as far as possible without blocking."""
         try:
             while self._out:
                 del self._out[: self._end.send(self._out, socket.MSG_DONTWAIT)]

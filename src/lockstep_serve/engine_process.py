@@ -137,7 +137,7 @@ def _open(options: EngineOptions, deliver: Callable[[ReadAdapter], None]) -> tup
 
 
 def _reload_adapters(loader: AdapterLoader | None, options: EngineOptions) -> dict[str, str]:
-    """Load the adapters that the previous engine had loaded; return errors, by name."""
+    """Load the adapters that the previous engine had loaded; return the error of each that failed."""
     lost = {}
     for name, folder, digest in options.loaded:
         try:

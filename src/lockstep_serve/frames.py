@@ -72,7 +72,7 @@ class Unload:
 
 @dataclass(frozen=True)
 class Ready:
-    """The engine's limits; identity: of what is computed. lost_adapters: why, by name."""
+    """The engine's limits; identity: of the computation. lost_adapters: the reason for each."""
 
     identity: str
     backend: str

@@ -223,7 +223,7 @@ async def _infer_request(request: Request, access: Access) -> tuple[InferRequest
 
 
 def _inputs(entries: Sequence[_Input], data: memoryview) -> tuple[dict[str, Tensor], memoryview]:
-    """Return the tensors by name, and the binary data that belongs to none."""
+    """Return the named tensors, and the binary data that belongs to none."""
     tensors: dict[str, Tensor] = {}
     for entry in entries:
         name = entry.name[:80]

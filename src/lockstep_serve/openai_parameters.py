@@ -139,7 +139,7 @@ def prompt_requests(
 ) -> list[PromptRequest]:
     """Return what the engine computes for each prompt of the field `param`. Raises BadRequest."""
     ready = service.ready
-    # A prompt whose log-probabilities are asked for may fill the context: no token needs to follow.
+    # A prompt with requested log-probabilities may fill the context: no token needs to follow.
     longest = ready.max_seq_len - int(prompt_logprobs is None)
     name = "max_completion_tokens" if body.max_completion_tokens is not None else "max_tokens"
     stop_ids = frozenset(body.stop_token_ids or ())

@@ -29,7 +29,7 @@ _CHATS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
 
 
 class _FirstWarning(logging.Handler):
-    """Prints the exporter's first warning in one line: it logs one, or a traceback, for every batch."""
+    """Prints the exporter's first warning as a line: it logs one, or a traceback, for every batch."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -45,7 +45,7 @@ class Traces:
     """The spans of a server. Close it at the end."""
 
     def __init__(self, endpoint: str, model: str):
-        """Begin to send to `endpoint`/v1/traces; model: in the spans. Raises InputError for what is no URL."""
+        """Begin to send to `endpoint`/v1/traces; model: in the spans. Raises InputError for another text than a URL."""
         parts = urlsplit(endpoint)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise InputError(

@@ -177,7 +177,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Model:
-    """A model: its tensors by name. inputs: older names too."""
+    """A model and its named tensors. inputs: older names too."""
 
     name: str
     inputs: dict[str, Spec] = field(default_factory=dict)

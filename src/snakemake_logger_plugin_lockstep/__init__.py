@@ -145,7 +145,7 @@ class LogHandler(LogHandlerBase):
         self._stream.flush()
 
     def _show_running(self) -> None:
-        """Show on a terminal, on its last line, what is running."""
+        """Show running jobs on the last line of a terminal."""
         if self._is_terminal and self._jobs:
             running = ", ".join(f"{job.rule} {job.target}" for job in self._jobs.values())
             self._stream.write(f"\r\x1b[K{running}"[: os.get_terminal_size(self._stream.fileno()).columns])

@@ -179,7 +179,7 @@ def _local(signature: Signature, sharded: ShardedClass) -> Signature:
 def _layer_mixers(
     engines: EngineSet, mixers: Mapping[str, TokenMixer], chosen: Sequence[Layer], load: Callable[[str], Program]
 ) -> dict[str, LayerAttention | LayerState]:
-    """Return the token mixers of the chosen layers, by name, with their engines.
+    """Return the named token mixers of the chosen layers, with their engines.
 
     The engines are by phase: prefill and decode, or those of the backend's own attention.
     """

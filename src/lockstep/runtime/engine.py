@@ -409,7 +409,7 @@ class Engine:
     def _verify(
         self, drafted: Sequence[tuple[ActiveChoice, Sequence[int], Sequence[np.ndarray | Sampled]]]
     ) -> list[Token]:
-        """Choose the token after each draft token, for as long as the draft equals what was chosen.
+        """Choose the token after each draft token, for as long as the draft equals the chosen tokens.
 
         drafted: choice, draft, logits or token after each token of it; none for a choice that ended with the token
         before. Afterwards the cache holds what plain decoding would have put there.

@@ -221,7 +221,7 @@ class Model:
             )
 
     def logits_behind(self, number: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield the logits after all tokens of `advances[number]` of the last step, a few rows at a time.
+        """Yield the logits after all tokens of `advances[number]` of the last step, some rows at a time.
 
         See `HostExecutor.logits_behind`.
         """

@@ -63,7 +63,7 @@ class RankBlock:
         return ShardOutputs(_sequence(calls), parts, _sequence(self._gather_calls(ranks, outputs)))
 
     def _prepare(self, inputs: Arrays, outputs: Arrays) -> tuple[list[Run], list[dict[str, np.ndarray]]]:
-        """Return the calls of all pieces, and each rank's arrays by name."""
+        """Return the calls of all pieces, and each rank's named arrays."""
         sizes = _sizes(self._signature, inputs, outputs)
         degree = len(self._runs[0])
         shards = self._sharded.values

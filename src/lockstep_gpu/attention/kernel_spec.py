@@ -59,7 +59,7 @@ class PagedTokens:
     pages: Array
 
     def arguments(self, out: Array) -> tuple[Array | int, ...]:
-        """Return the arguments that all kernels start with; out: what they write besides the cache."""
+        """Return the arguments that all kernels start with; out: their output besides the cache."""
         tables = self.tables
         arrays = self.query, self.key, self.value, out, self.keys, self.values, tables.own, tables.other, tables.partner
         return *arrays, self.rows, self.positions, self.pages, self.pages.shape[1]

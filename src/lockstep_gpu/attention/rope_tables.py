@@ -49,7 +49,7 @@ class RopeTables:
 
     @property
     def separate(self) -> bool:
-        """Return whether queries and keys have tables of their own, or elements move."""
+        """Return whether queries and keys have separate tables, or elements move."""
         return self.key is not self.query or (self.query.first != np.arange(len(self.query.first))).any()
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -37,7 +37,7 @@ MANY = (32, 64, 128, *range(256, 2049, 128))
 TIMED = 256  # rows up to which all algorithms are timed; beyond, the first _FIRST that cuBLAS offers
 _FIRST = 6
 _MARGIN = 1.03  # of algorithms within this factor of the fastest, take the one that cuBLAS offers first
-_MAX_TRIAL_OUTPUTS = 1 << 27  # a GEMM with more, such as lm_head's, has only a few rows in a pass
+_MAX_TRIAL_OUTPUTS = 1 << 27  # a GEMM with more, such as lm_head's, has no more than some rows in a pass
 _DEPTHS = (4096, 8192)  # columns of GEMMs whose algorithms also run with more columns, though cuBLAS doesn't offer them
 _NARROW = OUTPUTS  # up to this many out_features the kernel alone is used: cuBLAS has few algorithms for one output
 _CACHE = 128 << 20  # bytes: more than any GPU's L2 cache
@@ -259,7 +259,7 @@ class _Shapes:
             else:
                 candidates = [algorithm for algorithm in offered[size] if algorithm in equal][:_FIRST]
                 margin = _MARGIN
-            if size <= rows:  # else the trial has too few rows to time them
+            if size <= rows:  # else the trial's activations are too small to time them
                 timed = {}
                 for algorithm in candidates:
                     timed[algorithm] = [functools.partial(call, size, [algorithm]) for call in calls]

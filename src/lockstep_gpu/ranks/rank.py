@@ -84,7 +84,7 @@ class _AllReduce:
 
 
 class Buffers:
-    """Device arrays by name, of the largest size that any step needs, which all steps and layers share."""
+    """Named device arrays of the largest size that any step needs, which all steps and layers share."""
 
     def __init__(self, largest_pass: int):
         # Fused attention pads a chunk to a power of two: it reads and overwrites rows after the chunk's last token.

@@ -47,7 +47,7 @@ Reading = Generator[Event | None, None, _Value]
 
 @dataclass
 class Source:
-    """The text of an answer so far. at: index of the reader. tools: schemas of functions by name."""
+    """The text of an answer so far. at: index of the reader. tools: schemas of named functions."""
 
     tools: Mapping[str, Mapping[str, Any]]
     text: str = ""

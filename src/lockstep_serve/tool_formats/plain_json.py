@@ -9,7 +9,7 @@ _TAG = "<|python_tag|>"
 
 def _read_one_or_list(source: Source) -> Reading[None]:
     yield from source.call_or_list()
-    yield from source.finish()  # what goes on after JSON is an answer about JSON, and no call
+    yield from source.finish()  # text after JSON is an answer about JSON, and no call
 
 
 def _read_llama(source: Source) -> Reading[None]:
@@ -20,7 +20,7 @@ def _read_llama(source: Source) -> Reading[None]:
         yield from source.space()
         if not (yield from source.follows(";")):
             break
-    yield from source.finish()  # what goes on after JSON is an answer about JSON, and no call
+    yield from source.finish()  # text after JSON is an answer about JSON, and no call
 
 
 JSON = ToolFormat(

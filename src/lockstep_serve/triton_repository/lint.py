@@ -54,7 +54,7 @@ def _differences(expected: Any, config: Any, where: str) -> Iterator[str]:
 
 
 def _fields(config: Any) -> dict[str, str]:
-    """Return the fields that no user may change, by name."""
+    """Return the names of the fields that no user may change."""
     fields = {name: str(getattr(config, name)) or "none" for name in ("name", "platform", "backend", "max_batch_size")}
     fields["lockstep_socket"] = parameters_of(config).get("lockstep_socket", "none")
     for kind, tensors in (("input", config.input), ("output", config.output)):

@@ -85,7 +85,7 @@ def template_values(pairs: Sequence[str], max_batch_size: int) -> tuple[dict[str
 
 
 def serve_options(repository: Path) -> dict[str, Any]:
-    """Return the options of `lockstep serve` that a repository sets, by name. Raises InputError for one refused."""
+    """Return the options of `lockstep serve` that a repository sets. Raises InputError for one refused."""
     where = repository / "tensorrt_llm" / "config.pbtxt"
     config = read_config(where)
     unknown = sorted(config.parameters.keys() - _CHOICES.keys() - _BELOW.keys() - IGNORED - OWN)

@@ -39,8 +39,6 @@ LIMITS = {
     "name": 1.2,
     "dialect": 1.5,
 }
-# The dialect of packages that have more of it so far: lower these.
-DIALECT_SO_FAR = {"../lockstep_gpu": 1.6, "../lockstep_serve": 2.7, "runtime": 1.7, "step": 2.5}
 # All of `src`: lower these with each package.
 LIMITS_OF_ALL = {
     "tuple assignment": 0.2,
@@ -48,7 +46,7 @@ LIMITS_OF_ALL = {
     "nested condition": 0.6,
     "heavy comprehension": 0.3,
     "name": 0.5,
-    "dialect": 1.4,
+    "dialect": 1,
 }
 LIMITS_OF_TESTS = {"tuple assignment": 1, "nested condition": 1.6, "heavy comprehension": 3.5, "name": 16, "dialect": 6}
 
@@ -56,8 +54,7 @@ LIMITS_OF_TESTS = {"tuple assignment": 1, "nested condition": 1.6, "heavy compre
 @pytest.mark.parametrize("package", PLAIN)
 def test_a_package_stays_plain(package: str) -> None:
     figures = per_1000_lines(SOURCES / "lockstep" / package)
-    limits = {**LIMITS, "dialect": DIALECT_SO_FAR.get(package, LIMITS["dialect"])}
-    assert {kind: figures.get(kind, 0) for kind, limit in limits.items() if figures.get(kind, 0) > limit} == {}
+    assert {kind: figures.get(kind, 0) for kind, limit in LIMITS.items() if figures.get(kind, 0) > limit} == {}
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def _contains(text: str, words: Sequence[str]) -> bool:
 
 
 def _wrong_end(request: Asked, answer: Answer, texts: Texts) -> str | None:
-    """Return what is wrong with the number of tokens, or with why there are no more."""
+    """Return the fault of the number of tokens, or of the reason for the end."""
     tokens = answer.token_ids
     for step in range(len(tokens)):
         reason = _end(request, tokens[: step + 1], texts)
@@ -186,7 +186,7 @@ def _wrong_text(request: Asked, answer: Answer, texts: Texts) -> str | None:
 def _wrong_logprobs(
     request: Asked, tokens: Sequence[int], answer: Answer, logits: np.ndarray, bounds: Bounds, verdict: Verdict
 ) -> Iterator[str]:
-    """Yield what is wrong with the log-probabilities of tokens: the first of each kind."""
+    """Yield the faults of the log-probabilities of tokens: the first of each kind."""
     entries = (answer.logprobs, answer.top, answer.tokens, *(() if request.is_chat else (answer.offsets,)))
     lengths = [len(entry) for entry in entries]
     if lengths != [len(tokens)] * len(lengths):
@@ -228,7 +228,7 @@ def _log_probabilities(row: np.ndarray) -> np.ndarray:
 def _wrong_top(
     request: Asked, expected: np.ndarray, token: int, text: str, logprob: float, top: Mapping[str, float], bound: float
 ) -> str | None:
-    """Return what is wrong with the list of the likeliest tokens. expected: log-probabilities of all tokens."""
+    """Return the fault of the list of the likeliest tokens. expected: log-probabilities of all tokens."""
     count = min(request.logprobs or 0, len(expected))
     largest = np.sort(expected)[len(expected) - count :][::-1]
     values = sorted(top.values(), reverse=True)
@@ -248,7 +248,7 @@ def _wrong_top(
 
 
 def _wrong_pieces(request: Asked, answer: Answer) -> Iterator[str]:
-    """Yield what is wrong with the texts of tokens and with where they begin."""
+    """Yield the faults of the texts of tokens and of their offsets."""
     joined = "".join(answer.tokens)
     is_cut = bool(request.stop or request.rules.stop_ids)  # the text ends before what ended it, the tokens do not
     if joined != answer.text and not (is_cut and joined.startswith(answer.text)):

@@ -163,7 +163,7 @@ def _check_same(model: onnx.ModelProto, cut: CutGraph) -> None:
 
 
 def multiply(product: Product, values: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Return [rows, out_features] of a product, in float32 by NumPy; values: by name."""
+    """Return [rows, out_features] of a product, in float32 by NumPy; values: arrays of names."""
     rows = values[product.input].astype(np.float32)
     parts = [values[slot] for slot in product.slots]
     if product.is_fp8:

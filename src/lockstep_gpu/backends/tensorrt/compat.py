@@ -56,7 +56,7 @@ class Log:
 
 
 class Library:
-    """TensorRT, imported at the first use, as one Python package offers it; `log` holds what it says."""
+    """TensorRT, imported at the first use, as one Python package offers it; `log` holds its messages."""
 
     name = "TensorRT"
     backend = "tensorrt"
