@@ -149,4 +149,4 @@ def test_a_statement_names_the_stage_not_the_renamed_rule(tmp_path: Path, prefix
     made = f"{prefix}results/demo-llama/checkpoint.json"
     outer(tmp_path, prefix).snakemake("--cores", "1", made)
     key = Statement.load(statement_path(tmp_path / made)).key
-    assert key.stage == "resolve" and "checkpoint" in key.code
+    assert key.stage == "resolve" and "lockstep/checkpoint" in key.code

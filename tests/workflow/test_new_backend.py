@@ -58,7 +58,7 @@ def test_a_dummy_backend_is_checked_and_locked(dummy: Checkout) -> None:
     comparison = json.loads((folder / "compare/dummy.json").read_text())
     assert set(comparison["engines"]) == set(engines["engines"]) and 0 < comparison["relative_error"] < 1e-5
     code = Statement.load(folder / "engines/dummy/engines.statement.json").key.code
-    assert {part for part in code if re.fullmatch(r"backends/\w+", part)} == {"backends/dummy"}
+    assert {part for part in code if re.fullmatch(r"lockstep/backends/\w+", part)} == {"lockstep/backends/dummy"}
 
     demo.run("lockstep", "lock")
     demo.run("lockstep", "verify")

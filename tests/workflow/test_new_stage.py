@@ -75,7 +75,7 @@ def test_a_stage_is_a_file_a_rule_and_a_line(counted: Checkout) -> None:
     demo.finish(COUNT, *cached)
     assert json.loads(made.read_text())["files"] > 2
     key = Statement.load(statement_path(made)).key
-    assert key.options == {"source": "resources/demo-llama"} and "stages" in key.code
+    assert key.options == {"source": "resources/demo-llama"} and "lockstep/stages" in key.code
     assert "onnx" in key.environment
     assert not demo.would_run(COUNT, *cached)
 

@@ -60,7 +60,7 @@ def looks_like_a_dummy(checkout: Checkout, name: str) -> None:
     comparison = json.loads((checkout.results / f"demo-llama/fp32/compare/{name}.json").read_text())
     assert set(comparison["engines"]) == set(manifest["engines"]) and 0 < comparison["relative_error"] < 1e-5
     code = Statement.load(statement_path(engines(checkout, name))).key.code
-    assert {part for part in code if re.fullmatch(r"backends/\w+", part)} == {"backends/dummy"}
+    assert {part for part in code if re.fullmatch(r"lockstep/backends/\w+", part)} == {"lockstep/backends/dummy"}
 
 
 def results(checkout: Checkout) -> dict[str, str]:
