@@ -127,6 +127,6 @@ def made(
     for precision in precisions:
         for stage in (*checkpoint, "export", "convert"):
             place = f"demo-llama/{precision}", str(folder / "config.yaml"), str(folder / "results")
-            _run("-m", "lockstep.provenance.job", stage, *place)
+            _run("-m", "stage_job", stage, *place)
         checkpoint = []
     return results

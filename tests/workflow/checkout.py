@@ -117,8 +117,8 @@ class Checkout:
     def job(
         self, stage: str, target: str, *lock: str, config: str = "config/config.yaml", check: bool = True
     ) -> subprocess.CompletedProcess:
-        """Run a stage of a target as `lockstep reproduce` does, held to `lock` where one is named."""
-        return self.call("lockstep.provenance.job", stage, target, config, "results", *lock, check=check)
+        """Run a stage of a target without Snakemake, held to `lock` where one is named."""
+        return self.call("stage_job", stage, target, config, "results", *lock, check=check)
 
     def is_edited(self) -> bool:
         """Return whether the package, the workflow or the pins are edited.
@@ -128,7 +128,8 @@ class Checkout:
         return any(_files(self.folder / part) != _files(REPOSITORY / part) for part in CODE)
 
     def environment(self) -> dict[str, str]:
-        return {**os.environ, "PYTHONPATH": str(self.folder / "src"), "PYTHONDONTWRITEBYTECODE": "1", **self.variables}
+        path = os.pathsep.join([str(self.folder / "src"), str(REPOSITORY / "tests")])
+        return {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", **self.variables}
 
     def would_run(self, *arguments: str) -> Counter[str]:
         """Jobs by rule that a run would start, without those of all targets."""

@@ -40,7 +40,7 @@ def mounted(folder: Path, *arguments: str) -> Iterator[None]:
 @pytest.mark.parametrize("stage", some(STAGES, "build"))
 def test_a_full_disk_is_one_line_and_running_again_is_all_it_takes(demo: Checkout, stage: str) -> None:
     target, manifest = STAGES[stage]
-    job = ("lockstep.provenance.job", stage, target, "config/config.yaml", "results")
+    job = ("stage_job", stage, target, "config/config.yaml", "results")
     before = shutil.copytree(demo.results, demo.folder / "before")
     with mounted(demo.results, "-t", "tmpfs", "-o", "size=64m", "tmpfs"):
         shutil.copytree(before, demo.results, dirs_exist_ok=True)

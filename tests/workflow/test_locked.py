@@ -25,7 +25,7 @@ LOCK = f"locks/{MODEL}.lock.json"
 
 def job(stage: str) -> tuple[str, ...]:
     """A stage of all layers in fp32, held to the lock."""
-    return ("lockstep.provenance.job", stage, f"{MODEL}/fp32", "config/config.yaml", "results", LOCK)
+    return ("stage_job", stage, f"{MODEL}/fp32", "config/config.yaml", "results", LOCK)
 
 
 @pytest.fixture(scope="module")

@@ -107,8 +107,8 @@ def test_a_stage_of_an_installed_wheel_knows_its_pins(installed: Path, tmp_path:
     config["models"]["demo-llama"]["source"] = str(REPOSITORY / "resources" / "demo-llama")
     (tmp_path / "my.yaml").write_text(yaml.safe_dump(config, allow_unicode=True))
     process = python(
-        *("-m", "lockstep.provenance.job", "resolve", "demo-llama/fp32", "my.yaml", "results"),
-        folder=tmp_path, check=False, PYTHONPATH=str(installed),
+        *("-m", "stage_job", "resolve", "demo-llama/fp32", "my.yaml", "results"),
+        folder=tmp_path, check=False, PYTHONPATH=f"{installed}:{REPOSITORY}/tests",
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
     assert (tmp_path / "results" / "demo-llama" / "checkpoint.statement.json").is_file()

@@ -115,7 +115,7 @@ def reproduce(
     tree = Results(results)
     config = used_config(tree)
     chosen = made_target(config, tree, target)
-    record = again(config.dump(), tree, chosen, rounds, _tell, vary)
+    record = again(config.dump(), tree, chosen, rounds, vary)
     path = tree.reproduction(chosen.model, chosen.precision, chosen.layers, chosen.backend)
     if as_json:
         echo_json(record.to_json())
@@ -126,10 +126,6 @@ def reproduce(
     places = [place for place in record.artefacts if place.startswith("golden") or not tokens_only]
     if wrong := list(filter(None, map(record.artefacts.get, places))):
         raise CheckError(f"{chosen}: {len(wrong)} of {len(places)} artefacts are not the same; the first: {wrong[0]}")
-
-
-def _tell(line: str) -> None:
-    click.echo(line, err=True)
 
 
 def _echo_artefact(status: str, place: str, difference: str | None) -> None:
@@ -160,7 +156,7 @@ def _compare_with_lock(
         raise InputError(
             f"{target.model}: expected its checkpoint here, found none; run `lockstep run -- --until fetch` first"
         )
-    rebuilt = rebuild(project.config.dump(), folder, target, Lock.load(lock), _tell)
+    rebuilt = rebuild(project.config.dump(), folder, target, Lock.load(lock))
     if as_json:
         echo_json({"target": str(target), "lock": str(lock), "artefacts": [asdict(entry) for entry in rebuilt]})
     else:

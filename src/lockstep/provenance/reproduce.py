@@ -3,7 +3,7 @@
 A config, a checkpoint and a lock in; for each artefact the first difference out. A finished target is compared with its
 own results.
 
-A round resolves, converts, exports, builds and checks in an empty results tree, from the checkpoint's own files. It
+A round is a run of the workflow in an empty results tree, from the checkpoint's own files. It
 reuses the reference of a finished target, which transformers computed, and the tactics that its engines were built
 with. No cache of artefacts is used.
 """
@@ -15,37 +15,38 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep import processes
+from lockstep.artifacts import formats
 from lockstep.artifacts.checkpoint import RESOLVE_AGAIN, CheckpointManifest
 from lockstep.artifacts.engines import EngineSetManifest
-from lockstep.artifacts.files import write_json
+from lockstep.artifacts.files import read_json, write_json
 from lockstep.artifacts.statement import SUFFIX
 from lockstep.artifacts.summary import Reproduction
+from lockstep.backends.cpu import THREADS_VARIABLE
 from lockstep.config.load import load
-from lockstep.errors import PREFIX, CheckError
+from lockstep.config.sources import REPOSITORY
+from lockstep.errors import PREFIX, CheckError, note
 from lockstep.manifests.digest_cache import check_files, check_stored
-from lockstep.manifests.manifest_files import named_files
+from lockstep.manifests.manifest_files import failed_path, named_files
 from lockstep.provenance.cache.store import VARIABLE
 from lockstep.provenance.lock import TERMS, Lock
 from lockstep.provenance.locked import difference
 from lockstep.provenance.lockfile import lock_entries, lock_of, readable_entries
 from lockstep.provenance.varied import AS_HERE, Surroundings, surroundings
-from lockstep.stages import jobs
+from lockstep.stages import STAGES, jobs
 from lockstep.targets import Results, Target, is_quantized
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Config
 
 
 def reproduce(
-    config: Mapping[str, Any],
-    results: Results,
-    target: Target,
-    rounds: int,
-    tell: Callable[[str], None] = lambda line: None,
-    vary: bool = False,
+    config: Mapping[str, Any], results: Results, target: Target, rounds: int, vary: bool = False
 ) -> Reproduction:
     """Build `target` again `rounds` times, compare it, and write and return the result (`results.reproduction`).
 
@@ -64,9 +65,9 @@ def reproduce(
     artefacts: dict[str, str | None] = {}
     same_rounds = 0
     for number in range(1, rounds + 1):
-        tell(f"round {number} of {rounds}")
+        note(f"round {number} of {rounds}")
         around = surroundings(number) if vary else AS_HERE
-        rebuilt = rebuild(config, checkpoint, target, lock, tell, results, around)
+        rebuilt = rebuild(config, checkpoint, target, lock, results, around)
         for comparison in rebuilt:
             artefacts[comparison.where] = artefacts.get(comparison.where) or comparison.differs
         same_rounds += not any(comparison.differs for comparison in rebuilt)
@@ -102,7 +103,6 @@ def rebuild(
     checkpoint: Path,
     target: Target,
     lock: Lock,
-    tell: Callable[[str], None],
     like: Results | None = None,
     around: Surroundings = AS_HERE,
 ) -> list[LockComparison]:
@@ -114,12 +114,7 @@ def rebuild(
 
     Raises CheckError where the target cannot be built.
     """
-    typed = load(config)
-    is_run = typed.is_run(target)
-    only = ["convert", "build"]
-    if is_run:
-        only.append("golden")
-    stages = [job.stage for job in jobs(typed, Path(), [target], only=only) if not (like and job.stage == "reference")]
+    is_run = load(config).is_run(target)
     with tempfile.TemporaryDirectory(prefix="lockstep-reproduce-") as empty:
         folder = Path(empty, around.folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -129,7 +124,7 @@ def rebuild(
             _take_reference(like, tree, target)
         if like:
             _take_tactics(like, tree, target)
-        failure = make_again(config, checkpoint, target, folder, stages, tell, around)
+        failure = make_again(config, checkpoint, target, folder, is_run, around)
         compared = [
             LockComparison(entry.where, entry.where in lock.entries, difference(lock, entry), entry.items)
             for entry in lock_entries(tree.root, target.model)
@@ -145,33 +140,50 @@ def make_again(
     checkpoint: Path,
     target: Target,
     folder: Path,
-    stages: Sequence[str],
-    tell: Callable[[str], None],
+    is_run: bool,
     around: Surroundings = AS_HERE,
 ) -> str | None:
-    """Run `stages` of the target in `folder`/results, each in its own process.
+    """Run the workflow for the target in `folder`, with a reference that is in its results.
 
-    checkpoint: its folder. Returns the golden check's error, None where it passed.
+    checkpoint: its folder. is_run: the engines run here, so that they are checked. Returns the golden check's error,
+    None where it passed. Raises CheckError for another stage that fails.
     """
     tree = Results(folder / "results")
-    config_file = folder / "config.json"
-    write_json(config_file, _config(config, checkpoint, target))
-    for stage in stages:
-        tell(stage)
-        arguments = (stage, str(target), str(config_file), str(tree.root))
-        command = [sys.executable, "-m", "lockstep.provenance.job", *arguments]
-        environment = around.environment(processes.environment())
-        environment.pop(VARIABLE, None)
-        process = processes.run(
-            command, env=environment, cwd=folder if around.variables else None, umask=around.umask,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
-        if process.returncode:
-            line = (process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1].removeprefix(PREFIX)
-            if stage == "golden" and process.returncode == CheckError.exit_code:
-                return line
-            raise CheckError(f"{target}: expected {stage} to succeed again in a clean folder, found: {line}")
-    return None
+    only = _config(config, checkpoint, target)
+    write_json(folder / "config.json", only)
+    files = [tree.weights(target.model, target.precision), tree.engines(target.model, target.precision, target.backend)]
+    golden = tree.golden(target.model, target.precision, target.layers, target.backend)
+    if is_run:
+        files.append(golden)
+    rules = list(STAGES)
+    if tree.reference(target.model, target.layers).is_file():
+        rules.remove("reference")  # without its rule Snakemake takes the file as it is
+    environment = around.environment(processes.environment())
+    environment.pop(VARIABLE, None)
+    environment["XDG_CACHE_HOME"] = str(folder / ".cache")  # of Snakemake, which stops without one
+    process = processes.run(
+        [
+            *(sys.executable, "-m", "snakemake", "--snakefile", str(REPOSITORY / "Snakefile")),
+            *("--configfile", "config.json", "--cores", around.variables.get(THREADS_VARIABLE, "all")),
+            *("--allowed-rules", *rules, "--", *(str(path.relative_to(folder)) for path in files)),
+        ],
+        env=environment, cwd=folder, umask=around.umask, stdin=subprocess.DEVNULL, stdout=2,
+    )  # fmt: skip
+    if not process.returncode:
+        return None
+    if failed_path(golden).is_file() and read_json(failed_path(golden)).get("format") == formats.GOLDEN:
+        return str(read_json(failed_path(golden))["failure"])
+    stage, line = _failed_stage(load(only), tree, target)
+    raise CheckError(f"{target}: expected {stage} to succeed again in a clean folder, found: {line}")
+
+
+def _failed_stage(config: Config, tree: Results, target: Target) -> tuple[str, str]:
+    """Return the stage that has a log and no output, and the last line of the log."""
+    for job in jobs(config, tree.root, [target]):
+        for log in (tree.root / "logs" / job.stage).rglob("*.log"):
+            if not job.output.is_file():
+                return job.stage, (log.read_text().splitlines() or ["nothing in its log"])[-1].removeprefix(PREFIX)
+    return "the plan", "the line above"
 
 
 def _config(config: Mapping[str, Any], checkpoint: Path, target: Target) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,16 +40,11 @@ STAGES = _in_order()
 
 
 def jobs(
-    config: Config,
-    root: Path,
-    targets: Iterable[Target],
-    files: Mapping[str, Mapping[str, Any]] = {},
-    only: Sequence[str] = (),
+    config: Config, root: Path, targets: Iterable[Target], files: Mapping[str, Mapping[str, Any]] = {}
 ) -> list[Job]:
     """Return the jobs of some targets, each once, after those that it reads from.
 
-    root: of the results tree. files: `model_files` of each model. only: the jobs of these stages and their inputs, of
-    targets whose engines run.
+    root: of the results tree. files: `model_files` of each model.
     """
     jobs_by_key: dict[tuple[str, ...], Job] = {}
 
@@ -64,8 +59,7 @@ def jobs(
 
     targets = set(targets)
     collected = collected_targets(config)
-    patterns = [(STAGES[name].output, "all") for name in only] or ends()
-    for pattern, word in patterns:
+    for pattern, word in ends():
         for target in collected[word]:
             if target in targets:
                 add(pattern, vars(target))

@@ -20,8 +20,8 @@ from demo_model import ROOT
 from lockstep.cli import run
 from lockstep.cli.main import main
 from lockstep.config.load import load
-from lockstep.provenance.job import main as run_job
 from lockstep.targets import Results
+from stage_job import main as run_job
 
 TARGET = "demo-llama/fp16/all"
 NEEDS_RESULTS = {

@@ -16,9 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -27,8 +25,8 @@ from demo_model import CONFIG, DEMO, ROOT
 from onnx import TensorProto, helper
 from test_tensorrt_compat import uses_of
 
+import stage_job
 from calls import call
-from lockstep import processes
 from lockstep.artifacts.files import read_json, write_bytes, write_json
 from lockstep.backends import EngineSet, build
 from lockstep.backends.profiles import built_limits, profiles
@@ -41,7 +39,7 @@ from lockstep.onnx_tools.signature import dtype_name
 from lockstep.onnx_tools.toolkit import run_passes
 from lockstep.provenance import reproduce as reproducing
 from lockstep.provenance.lock import Lock
-from lockstep.provenance.reproduce import LockComparison, make_again, rebuild, reproduce
+from lockstep.provenance.reproduce import LockComparison, rebuild, reproduce
 from lockstep.targets import Results, Target
 from lockstep.weights.groups import pack
 from lockstep_gpu.backends.tensorrt import compat
@@ -731,20 +729,14 @@ def test_a_network_is_of_the_types_sizes_and_profiles_of_its_graph(assemblies, p
 TARGET = Target(MODEL, "fp16", 2, BACKEND)
 
 
-def here(command: list[str], env: Mapping[str, str], **options: Any) -> subprocess.CompletedProcess:
-    """A stage that `reproduce` would start as a process, in this one, which spares its imports."""
-    return call("lockstep", tuple(command[3:]), Path.cwd(), env)
-
-
 @pytest.fixture(scope="session")
 def made(shared) -> Path:
     """A folder whose results/ has the target, recorded; not to be changed."""
-    stages = ["resolve", "architecture", "export", "convert", "build"]
 
     def make(folder: Path) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(processes, "run", here)
-            make_again(CONFIG.dump(), DEMO, TARGET, folder, stages, lambda line: None)
+        write_json(folder / "config.json", CONFIG.dump())
+        for stage in ("resolve", "architecture", "export", "convert", "build"):
+            stage_job.main((stage, str(TARGET), str(folder / "config.json"), str(folder / "results")))
 
     return shared.folder("made_tensorrt_rtx", make)
 
@@ -753,12 +745,12 @@ def held(made, monkeypatch, lock: Path) -> dict[str, LockComparison]:
     """What `lockstep reproduce --against` holds next to the lock, by its place there."""
     on(monkeypatch, None)
 
-    def take(config, checkpoint, target, folder, stages, *_):
-        assert not {"golden", "reference"} & set(stages)
+    def take(config, checkpoint, target, folder, is_run, *_):
+        assert not is_run
         shutil.copytree(made / "results", folder / "results")
 
     monkeypatch.setattr(reproducing, "make_again", take)
-    return {found.where: found for found in rebuild(CONFIG.dump(), DEMO, TARGET, Lock.load(lock), lambda line: None)}
+    return {found.where: found for found in rebuild(CONFIG.dump(), DEMO, TARGET, Lock.load(lock))}
 
 
 LOCK = ROOT / "locks" / "demo-llama.lock.json"
@@ -771,13 +763,9 @@ def command(folder: Path) -> subprocess.CompletedProcess:
     return call("lockstep", arguments, ROOT, os.environ)
 
 
-@pytest.mark.parametrize(
-    "each", [pytest.param(item, marks=pytest.mark.long) for item in ("in this process", "in a process")]
-)
-def test_engines_that_cannot_run_here_are_reproduced_without_golden_tokens(made, monkeypatch, tmp_path, each):
+@pytest.mark.long
+def test_engines_that_cannot_run_here_are_reproduced_without_golden_tokens(made, monkeypatch, tmp_path):
     on(monkeypatch, None)
-    if each == "in this process":
-        monkeypatch.setattr(processes, "run", here)
     shutil.copytree(made / "results", tmp_path / "results")
     record = reproduce(CONFIG.dump(), Results(tmp_path / "results"), TARGET, 1)
     assert record.same_rounds == 1, record.artefacts

@@ -96,7 +96,7 @@ def test_commands_say_so_before_any_work(lockstep, tmp_path):
     code, output = lockstep("summary", "--results", "file")
     assert code == 2 and "Directory 'file' is a file." in output
     (tmp_path / "results" / "m" / "fp32" / "graphs" / "assembly.json").mkdir(parents=True)
-    process = call("lockstep.provenance.job", ("export", "m/fp32", "my.yaml", "results"), tmp_path, os.environ)
+    process = call("stage_job", ("export", "m/fp32", "my.yaml", "results"), tmp_path, os.environ)
     assert process.returncode == 2 and process.stderr == (
         "lockstep: error: results/m/fp32/graphs/assembly.json: expected to write a file here, found a "
         "folder; remove or rename it, or choose another place\n"

@@ -1,7 +1,4 @@
-"""One job in a process of its own, without Snakemake: `python -m lockstep.provenance.job STAGE TARGET CONFIG RESULTS`.
-
-`lockstep reproduce` builds that way, with references and tactics that it took over, which Snakemake would make again.
-"""
+"""One job of a target, without Snakemake: `stage_job.py STAGE TARGET CONFIG RESULTS [LOCK]`."""
 
 from __future__ import annotations
 
