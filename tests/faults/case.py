@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import onnx
@@ -28,6 +29,7 @@ from lockstep import CheckError, InputError, Limits, Model, Target, Tolerances, 
 from lockstep.artifacts import formats
 from lockstep.artifacts.files import read_json, sha256_file, write_bytes, write_json
 from lockstep.backends import get_backend
+from lockstep.backends.engine_set import EngineSet
 
 # In the order in which the workflow comes to them; a build may refuse a graph.
 GATES = ("build", "validate", "compare", "golden", "adapted")
@@ -98,13 +100,18 @@ class Case:
         )  # fmt: skip
 
     def compare(self, assembly: Path, engines: Path) -> str | None:
-        """Each engine with its graph."""
+        """Each engine with its graph: of a fault those alone that it changed, for the others passed without it."""
+        right = {} if self.fault is None else _digests(self.right_engines)
+        names = [name for name, digest in _digests(engines).items() if digest != right.get(name)]
+        if not names:
+            return None
         out = self.folder / "compare.json"
-        return self.message(
-            lambda: lockstep.compare_engines(
-                assembly, self._weights, engines, self._tolerances, self._limits, out, seconds=_COMPARE_SECONDS
+        with mock.patch.object(EngineSet, "names", lambda _: names):
+            return self.message(
+                lambda: lockstep.compare_engines(
+                    assembly, self._weights, engines, self._tolerances, self._limits, out, seconds=_COMPARE_SECONDS
+                )
             )
-        )
 
     def golden(self, assembly: Path, engines: Path) -> str | None:
         """Engines in the runtime against the reference."""
@@ -132,12 +139,12 @@ class Case:
         )  # fmt: skip
 
     def messages(self, assembly: Path, engines: Path) -> dict[str, str | None]:
-        """Return what the gates of engines say."""
-        return {
-            "compare": self.compare(assembly, engines),
-            "golden": self.golden(assembly, engines),
-            "adapted": self.adapted(assembly, engines),
-        }
+        """Return what the gates of engines say.
+
+        The engine of a faulty graph agrees with it: `compare` is asked where `golden` passes.
+        """
+        said = {"golden": self.golden(assembly, engines), "adapted": self.adapted(assembly, engines)}
+        return {"compare": self.compare(assembly, engines) if not any(said.values()) else None, **said}
 
     @property
     def _tolerances(self) -> Tolerances:
@@ -224,17 +231,21 @@ def try_engines(case: Case) -> list[dict[str, Any]]:
         seen = {"largest_logit_difference": None, "scenario": None, "harmful": False}
         return [{"where": "graph", "refused": True, **seen, "gates": {"build": message}}]
     built = read_json(engines, formats.ENGINES)
-    before = read_json(case.right_engines, formats.ENGINES)
-    if all(entry["sha256"] == before["engines"][name]["sha256"] for name, entry in built["engines"].items()):
+    if _digests(engines) == _digests(case.right_engines):
         return []
-    for name, entry in built["engines"].items():
-        entry["graph_sha256"] = before["engines"][name]["graph_sha256"]
+    for name, entry in read_json(case.right_engines, formats.ENGINES)["engines"].items():
+        built["engines"][name]["graph_sha256"] = entry["graph_sha256"]
     beside = engines.with_name("beside.json")
     write_json(beside, built)
     record = _record(case, "graph", case.assembly, engines)
     # The engines are the same files: what the runtime makes of them, and so golden, is too.
     gates = {**record["gates"], "compare": case.compare(case.right_assembly, beside)}
     return [record, {**record, "where": "engine", "gates": gates}]
+
+
+def _digests(engines: Path) -> dict[str, str]:
+    """Return the digest of each engine of a set, by name."""
+    return {name: entry["sha256"] for name, entry in sorted(read_json(engines, formats.ENGINES)["engines"].items())}
 
 
 def _record(case: Case, where: str, assembly: Path, engines: Path) -> dict[str, Any]:

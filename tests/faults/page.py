@@ -25,8 +25,9 @@ _HEAD = (
     "through every gate of its backends. Digests are made right, so that only numbers can tell. This page is made by "
     'that command (`ARGS="--write records"`); the records in `bench` have a row for each planting, with the message.',
     "A fault in a **graph** is an edit of the exported ONNX graph, with engines built from it: `validate` must "
-    "see it in the graph, or `golden` in what the engines say. The same fault in an **engine** leaves the graph "
-    "right: only the engine's file holds the mistake, and `compare` and `golden` can see it. Faults in the "
+    "see it in the graph, or `golden` in what the engines say; `compare` is asked where `golden` says nothing. The "
+    "same fault in an **engine** leaves the graph right: only the engine's file holds the mistake, and `compare` and "
+    "`golden` can see it. Faults in the "
     "**assembly** bind a layer to the wrong tensors or kind. Faults in the **runtime** stand in its code: cache "
     "rows, positions, page tables; `golden` alone runs it.",
     "**Harmful** is decided without the gates. Requests of many kinds within the limits (alone, in batches, to "
