@@ -41,6 +41,18 @@ ROUNDING = {
 # The allowed error of one number, in units of the precision's noise. An engine rounds elsewhere than the measurement:
 # rows of logits are off by up to 1.6 times (fp16) and 4 times (bf16) (October 2026).
 NOISE = 6.0
+RMS = 1 / 3  # of that: see `onnx_tools.judge`
+# Where nothing is rounded but the result, it is still off by half of the last bit of fp16: at most 2^-11 of its size,
+# rms a quarter of that.
+FLOOR = 2.0**-11
+FLOOR_RMS = 2.0**-13
+ENOUGH = 8  # rows from which on the rms does not depend on single roundings
+ROWS_WITHIN_RMS = 0.9  # share of the rows whose rms must pass, where each has its own bound
+TAIL = 3  # times the noise of the usual row, that another may have: see `verify.noise.LogitNoise`
+THROWN_OFF = 16  # times the rms of the usual row; 2 to 9 times is seen where no token is thrown off
+# The allowed error of hidden states up to the end of the precision: one that is clipped, or overflows, is off by its
+# own size; rounding errors, judged elsewhere, are far smaller.
+GROSS = 0.1
 # The allowed error of an engine relative to its graph on the same inputs, in units of fp16's noise there: the largest
 # error, and the rms that nine of ten rows do not exceed. {precision: {backend: both}}.
 ENGINE = {

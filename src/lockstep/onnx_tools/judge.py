@@ -15,14 +15,8 @@ from typing import Any
 import numpy as np
 
 from lockstep.artifacts.reports import ComparedEngine, TensorError
-from lockstep.tolerances import Tolerances
+from lockstep.tolerances import FLOOR, FLOOR_RMS, RMS, ROWS_WITHIN_RMS, Tolerances
 
-# Where nothing is rounded but the result, it is still off by half of the last bit of fp16: at most 2^-11 of its size,
-# rms a quarter of that.
-_FLOOR = 2.0**-11
-_FLOOR_RMS = 2.0**-13
-_ROWS_WITHIN_RMS = 0.9  # share of the rows whose rms must pass
-RMS = 1 / 3  # of `Tolerances.noise`: see above
 Number = Any  # a float, or an array of floats [rows]
 
 
@@ -65,7 +59,7 @@ def within(tolerances: Tolerances, noise: Spread, units: tuple[float, float] | N
     cost = Spread(noise.largest * largest, noise.rms * rms)
     if tolerances.block is not None:
         return Bound(tolerances.block, noise=cost)
-    floor = Spread(np.maximum(noise.largest, _FLOOR) * largest, np.maximum(noise.rms, _FLOOR_RMS) * rms)
+    floor = Spread(np.maximum(noise.largest, FLOOR) * largest, np.maximum(noise.rms, FLOOR_RMS) * rms)
     return Bound(tolerances.noise * floor.largest, RMS * tolerances.noise * floor.rms, cost)
 
 
@@ -158,7 +152,7 @@ def measure(expected: np.ndarray, actual: np.ndarray, bound: Bound, scale: Numbe
     rms_bound = _rms(rms_bounds)
     rms = _rms(relative)
     if math.isfinite(rms_bound) and np.ndim(bound.rms):  # a bound for each row, of which some may fail
-        rms = float(np.quantile(shares, _ROWS_WITHIN_RMS)) * rms_bound
+        rms = float(np.quantile(shares, ROWS_WITHIN_RMS)) * rms_bound
     errors = largest, _finite(float(relative.max(1)[row])), _finite(rms), cosine(exact, other)
     return TensorError(*errors, float(noise[row]), _rms(rms_noise), float(bounds[row]), _finite(rms_bound))
 

@@ -13,11 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep.onnx_tools.judge import RMS, Spread
-from lockstep.tolerances import Tolerances
-
-_TAIL = 3  # see `LogitNoise.at` and `rms`
-_THROWN_OFF = 16  # times the rms of the usual row; 2 to 9 times is seen where no token is thrown off
+from lockstep.onnx_tools.judge import Spread
+from lockstep.tolerances import RMS, TAIL, THROWN_OFF, Tolerances
 
 
 class LogitNoise:
@@ -32,24 +29,24 @@ class LogitNoise:
     def rms(self, counts: Iterable[int]) -> float:
         """Return the rms of the median of these rows, or of all rows where that is larger.
 
-        Up to `_TAIL` times that where a row is an outlier: later rows read its keys and values in the KV cache, and are
+        Up to `TAIL` times that where a row is an outlier: later rows read its keys and values in the KV cache, and are
         all off where other rounding makes it a larger one (an engine on a GPU: by 2.6 times).
         """
         every = [row.rms for row in self._rows.values()]
         rms_values = [self._rows[count].rms for count in counts if count in self._rows] or every
         usual = max(float(np.median(rms_values)), float(np.median(every)))
-        return max(usual, min(max(every) / _THROWN_OFF, _TAIL * usual))
+        return max(usual, min(max(every) / THROWN_OFF, TAIL * usual))
 
     def at(self, count: int) -> float:
         """Return the largest error to expect of a row.
 
-        Its own noise, or that of other rows where it is larger, up to `_TAIL` times the usual row: on a trained model a
+        Its own noise, or that of other rows where it is larger, up to `TAIL` times the usual row: on a trained model a
         row that one way of rounding leaves undisturbed another may disturb (an engine on a GPU was off by 12 times).
         For a row without noise the largest of all.
         """
         if count not in self._rows:
             return self.largest
-        return max(self._rows[count].largest, min(self.largest, _TAIL * self._usual))
+        return max(self._rows[count].largest, min(self.largest, TAIL * self._usual))
 
 
 @dataclass(frozen=True)

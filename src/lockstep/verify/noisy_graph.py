@@ -17,10 +17,8 @@ import onnxruntime as ort
 from lockstep.onnx_tools.judge import Bound, Spread, relative_errors, within
 from lockstep.onnx_tools.rounded import UNITS, exact_and_rounded
 from lockstep.onnx_tools.sessions import open_session
-from lockstep.tolerances import Tolerances
+from lockstep.tolerances import ENOUGH, TAIL, Tolerances
 
-ENOUGH = 8  # rows from which on the rms does not depend on single roundings
-_TAIL = 3  # times the usual row: see `verify.noise.LogitNoise.at`
 _NARROW = ("float16", "bfloat16")
 Arrays = Mapping[str, np.ndarray]
 
@@ -88,7 +86,7 @@ def row_noise(exact: np.ndarray, rounded: np.ndarray) -> Spread:
     if not relative.size:
         return Spread(np.zeros(len(exact)), np.zeros(len(exact)))
     row_values = relative.max(1), np.sqrt(np.mean(relative * relative, axis=1))
-    return Spread(*(np.maximum(rows, np.minimum(rows.max(), _TAIL * np.median(rows))) for rows in row_values))
+    return Spread(*(np.maximum(rows, np.minimum(rows.max(), TAIL * np.median(rows))) for rows in row_values))
 
 
 def _run(session: ort.InferenceSession, feeds: Arrays) -> dict[str, np.ndarray]:

@@ -14,8 +14,8 @@ import onnx
 from lockstep.onnx_tools.judge import Bound, Spread
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.onnx_tools.widened import widened
-from lockstep.tolerances import Tolerances
-from lockstep.verify.noisy_graph import ENOUGH, NoisyGraph, beside_graph
+from lockstep.tolerances import ENOUGH, Tolerances
+from lockstep.verify.noisy_graph import NoisyGraph, beside_graph
 from lockstep.verify.routing.choices import Choice, with_choices
 
 _NOISE = "noise of "

@@ -38,14 +38,13 @@ from lockstep.onnx_tools.widened import widened
 from lockstep.progress import steps
 from lockstep.step.executable import Executable, run_once
 from lockstep.targets import Limits
-from lockstep.tolerances import Tolerances
+from lockstep.tolerances import ENOUGH, Tolerances
 from lockstep.verify.compare import inputs
 from lockstep.verify.compare.noisy_run import NoisyRun, bound_of
 from lockstep.verify.compare.rows import EarlierRows, Rows
 from lockstep.verify.compare.sweep import sweep_of
 from lockstep.verify.compare.trial import DECISIVE_ROWS, Arrays, Sweep, Trial
 from lockstep.verify.metrics import largest, smallest
-from lockstep.verify.noisy_graph import ENOUGH
 from lockstep.weights import Tensors, Weights, check_slots, slot_array
 from lockstep.weights.ranks import RankWeights
 

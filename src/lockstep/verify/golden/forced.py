@@ -16,13 +16,13 @@ import numpy as np
 from lockstep.artifacts.reports import PositionError
 from lockstep.onnx_tools.judge import Bound, measure, wrong
 from lockstep.runtime import Advance, Model
+from lockstep.tolerances import ENOUGH
 from lockstep.verify.boundaries import PAGE
 from lockstep.verify.metrics import off, or_infinity
 from lockstep.verify.noise import LogitBounds
 
 _SEED = 0
 _LONGEST_CHUNK = 8  # tokens of a short prompt in random chunks
-_ENOUGH = 8  # rows from which on the median error does not depend on single roundings
 _DRAWN = 64  # positions between the edges: a fault of one in twenty of them is detected with 96 %
 _POSITIONS = 64  # in a report
 _PAUSE = 0.25  # the part of steps that a request pauses
@@ -77,7 +77,7 @@ class Errors:
 
     def wrong(self) -> tuple[int, str] | None:
         """Return (number of tokens, message) of the first error that is too large, or where the median of all is."""
-        if self.first or len(self.rms) < _ENOUGH:
+        if self.first or len(self.rms) < ENOUGH:
             return self.first
         median = float(np.median(list(self.rms.values())))
         bound = self.bounds.rms(self.rms)

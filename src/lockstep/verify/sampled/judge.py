@@ -14,11 +14,9 @@ from typing import Any
 import numpy as np
 
 from lockstep.verify.sampled.answer import Answer
-from lockstep.verify.sampled.rules import Chosen, Rules, choose, noises
+from lockstep.verify.sampled.rules import ROUNDING, Chosen, Rules, choose, noises
 from lockstep.verify.sampled.texts import Texts, agree
 
-# Log-probabilities are sums in float32 and float64; this times the largest logit.
-_ROUNDING = 2e-6
 _ENOUGH = 8  # errors whose rms is no single draw of roundings
 
 
@@ -195,7 +193,7 @@ def _wrong_logprobs(
     if request.echo is not None and (answer.logprobs[0], answer.top[0]) != (None, None):
         yield f"logprobs: expected none of the prompt's first token, found {answer.logprobs[0]}"
     errors = []
-    bound = 2 * bounds.largest + _ROUNDING * max(1.0, float(np.abs(logits).max()))
+    bound = 2 * bounds.largest + ROUNDING * max(1.0, float(np.abs(logits).max()))
     first = len(tokens) - len(logits)  # 1 where the prompt is repeated: its first token has no logits
     for number, row in enumerate(logits, first):
         token = tokens[number]

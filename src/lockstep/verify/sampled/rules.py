@@ -17,7 +17,7 @@ from lockstep.verify.sampled.noise import exponential_noise
 
 # Relative to the largest number of a comparison: products, sums and logarithms in float32 are off by a few times
 # 6e-8 each.
-_ROUNDING = 2e-6
+ROUNDING = 2e-6
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Chosen:
         """Return whether another token is as good, within the error."""
         if not np.isfinite(self.near[token]):
             return False
-        rounding = _ROUNDING * max(1.0, abs(float(self.near[token])))
+        rounding = ROUNDING * max(1.0, abs(float(self.near[token])))
         return bool(self.near[token] >= self.best - self.error - rounding)
 
 
@@ -94,7 +94,7 @@ def choose(
         return Chosen(int(np.argmax(changed)), float(changed.max()), changed, 2 * factor * error)
     weights = (changed - changed.max()) / rules.temperature  # their logarithms
     slack = 2 * factor * error / rules.temperature
-    rounding = _ROUNDING * max(1.0, float(np.abs(changed[np.isfinite(changed)]).max()) / rules.temperature)
+    rounding = ROUNDING * max(1.0, float(np.abs(changed[np.isfinite(changed)]).max()) / rules.temperature)
     scores = weights - np.log(noise)
     ordered = np.sort(weights[weights > -np.inf])[::-1]
     masked = np.where(weights >= _edge(rules, ordered, 0.0), scores, -np.inf)

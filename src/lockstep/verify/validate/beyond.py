@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lockstep.errors import CheckError
-from lockstep.tolerances import Tolerances
+from lockstep.tolerances import GROSS, Tolerances
 from lockstep.verify.graphs import Graphs
 from lockstep.verify.records import Record
 from lockstep.verify.validate.parity import layer_errors, where, wrong_layers
@@ -19,8 +19,6 @@ from lockstep.verify.validate.torch_trace import TorchModel
 # Parts of the precision's range that hidden states are scaled to: the first that the model itself stays within counts.
 _PARTS = (0.9, 2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8)
 _LARGEST = 2.0**40  # of float32, in which norms accumulate squares
-# A value that is clipped, or overflows, is off by its own size; rounding errors, judged elsewhere, are far smaller.
-_GROSS = 0.1
 
 
 def check_adapter_slots(
@@ -68,7 +66,7 @@ def check_magnitudes(graphs: Graphs, torch_model: TorchModel, record: Record) ->
         grown = torch_model.record(record.token_ids, embedded=np.ascontiguousarray(unit * levels))
         if max(float(np.abs(layer.hidden).max()) for layer in grown.layers) > 0.95 * end:
             continue
-        errors, _ = layer_errors(graphs, [(grown, grown)], Tolerances("fp16"))  # judged by _GROSS alone
+        errors, _ = layer_errors(graphs, [(grown, grown)], Tolerances("fp16"))  # judged by GROSS alone
         reach = f"hidden states of up to {part * end:.3g}"
         for entry in errors:
             if any(error.max_abs_error is None for error in entry.tensors.values()):
@@ -77,9 +75,9 @@ def check_magnitudes(graphs: Graphs, torch_model: TorchModel, record: Record) ->
         else:
             for entry in errors:
                 error = entry.tensors.get("hidden")
-                if error is not None and not (error.relative_error or 0.0) <= _GROSS:
+                if error is not None and not (error.relative_error or 0.0) <= GROSS:
                     raise CheckError(
-                        f"{where(entry)}, {reach}: expected an error of at most {_GROSS:g} of their size, found "
+                        f"{where(entry)}, {reach}: expected an error of at most {GROSS:g} of their size, found "
                         f"{error.relative_error:.3g}; are they clipped?"
                     )
             return
