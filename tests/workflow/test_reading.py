@@ -45,8 +45,7 @@ SNAKEMAKE = (
     ("--list-rules",), ("--dag",), ("--list-params-changes",), ("--touch", "--dry-run"), ("--report", "../report.html"),
 )  # fmt: skip
 LOCKSTEP = (
-    ("verify", "--deep"), ("explain", f"{FP32}/all"), ("summary",), ("targets", "-v"),
-    ("show", f"results/{FP32}/graphs/entry.onnx"), ("diff", f"locks/{MODEL}.lock.json", f"locks/{MODEL}.lock.json"),
+    ("verify", "--deep"), ("explain", f"{FP32}/all"), ("summary",), ("targets",),
 )  # fmt: skip
 
 

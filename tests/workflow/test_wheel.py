@@ -160,14 +160,14 @@ def test_each_python_installs_wheel_and_sdist_and_runs_engines_without_torch(
 TARGET = "demo-llama/fp32/all"
 # What each command needs beside pyproject's `dependencies`, and arguments with which it comes to need it.
 NEEDS = {
-    "stage": ("workflow", ("export",)), "init": ("workflow", ("random:config.json",)), "run": ("workflow", ()),
+    "init": ("workflow", ("random:config.json",)), "run": ("workflow", ()),
     "doctor": ("workflow", ()), "summary": ("workflow", ()), "report": ("workflow", ()), "targets": ("workflow", ()),
-    "show": (None, ("graph.onnx",)), "bisect": ("workflow", (TARGET,)),
+    "bisect": ("workflow", (TARGET,)),
     "generate": ("workflow", (TARGET, "--prompt", "A")), "explain": ("workflow", (TARGET,)),
     "bundle": ("workflow", (TARGET,)), "reproduce": ("workflow", (TARGET,)), "serve": ("workflow", (TARGET,)),
     "push": (None, ("none.tar", "127.0.0.1:9/none")), "pull": (None, ("127.0.0.1:9/none", "none.tar")),
     "sbom": ("workflow", (TARGET,)), "triton": ("serve", (TARGET, "repository")), "cache": ("workflow", ("ls",)),
-    "lock": ("workflow", ()), "verify": (None, ()), "diff": (None, ("one.lock.json", "two.lock.json")),
+    "lock": ("workflow", ()), "verify": (None, ()),
 }  # fmt: skip
 
 

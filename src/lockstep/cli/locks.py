@@ -1,4 +1,4 @@
-"""The commands of locks: `lockstep lock`, `lockstep verify`, `lockstep diff`."""
+"""The commands of locks: `lockstep lock`, `lockstep verify`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from lockstep.cli.opened import BUNDLE_SUFFIX
-from lockstep.cli.options import AT_LEAST_1, FILE, JSON, LOCKS, PATH, RESULTS
+from lockstep.cli.options import AT_LEAST_1, FILE, JSON, LOCKS, RESULTS
 from lockstep.cli.terminal import echo_json, file_json, working
 from lockstep.errors import CheckError, InputError
 from lockstep.targets import Results
@@ -177,21 +177,3 @@ def _verify_rebuilds(locks: list[Path], keys: tuple[Path, ...], at_least: int) -
         for agreement in agreements(lock, keys, at_least):
             signers = ", ".join(key[:12] for key in agreement.keys)
             click.echo(f"{agreement.target}: {len(agreement.keys)} rebuilders agree byte for byte: {signers}", err=True)
-
-
-@click.command()
-@click.argument("first", type=PATH)
-@click.argument("second", type=PATH)
-@JSON
-def diff(first: Path, second: Path, as_json: bool) -> None:
-    """List the differences of two lock files. Exit code 1 if there are some."""
-    from lockstep.provenance.lock import diff as differences
-
-    changes = differences(first, second)
-    if as_json:
-        echo_json({"differences": [{"where": where, "change": change} for where, change in changes]})
-    else:
-        for where, change in changes:
-            click.echo(f"{' / '.join(where)}: {change}")
-    if changes:
-        raise SystemExit(1)

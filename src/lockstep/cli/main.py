@@ -15,13 +15,12 @@ from lockstep.cli.doctor import doctor
 from lockstep.cli.generate import generate
 from lockstep.cli.guarded import SETTINGS, GuardedGroup
 from lockstep.cli.init import init
-from lockstep.cli.locks import diff, lock, verify
-from lockstep.cli.merge import merge
+from lockstep.cli.locks import lock, verify
 from lockstep.cli.publish import pull, push, sbom
 from lockstep.cli.report import report, summary
 from lockstep.cli.reproduce import explain, reproduce
 from lockstep.cli.run import run
-from lockstep.cli.targets import show, targets
+from lockstep.cli.targets import targets
 from lockstep.plugins import entry_points
 
 
@@ -40,8 +39,8 @@ _REGISTERED = [entry.load() for entry in entry_points("commands").values()]
 for _title, _commands in {
     "From a checkpoint to engines": (doctor, init, run),
     "Run engines": (generate, bundle, *_REGISTERED),
-    "Look at results": (summary, report, targets, explain, show, bisect),
-    "Publish": (push, pull, sbom, merge),
-    "Lock, compare, build again": (lock, verify, diff, reproduce, cache),
+    "Look at results": (summary, report, targets, explain, bisect),
+    "Publish": (push, pull, sbom),
+    "Lock, compare, build again": (lock, verify, reproduce, cache),
 }.items():
     main.add_section(_title, _commands)

@@ -30,7 +30,6 @@ from lockstep.artifacts.assembly import Assembly
 from lockstep.errors import InputError
 from lockstep.export.canonical import Graph, canonical
 from lockstep.export.cut import INPUT_ORDER
-from lockstep.export.tracer import meta_model
 from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, add_input, change, infer_types
 from lockstep.onnx_tools.values import attribute, dtype_of, required, shape_of, sizes_of
 
@@ -217,11 +216,6 @@ def linear_layers(model: PreTrainedModel) -> set[str]:
     """Return the names of a model's linear layers as in PEFT, except for routers, which return more than a product."""
     linear_forwards = torch.nn.Linear.forward, Conv1D.forward
     return {name for name, module in model.named_modules() if type(module).forward in linear_forwards}
-
-
-def transposed_layers(config: Mapping[str, Any]) -> set[str]:
-    """Return the names of the linear layers of a config.json whose weights are [in_features, out_features]."""
-    return {name for name, module in meta_model(config, "fp32").named_modules() if isinstance(module, Conv1D)}
 
 
 def _is_linear(assembly: Assembly, name: str, slot: str, linears: Collection[str] | None) -> bool:

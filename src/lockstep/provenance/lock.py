@@ -139,12 +139,5 @@ def without_places(items: Items) -> dict[str, Any]:
     return {name: value for name, value in items.items() if name not in _ELSEWHERE}
 
 
-def diff(first: Path, second: Path) -> list[tuple[tuple[str, ...], str]]:
-    """Return the differences of two lock files, (place, both values). Raises InputError for a file that is no lock."""
-    files = [Lock.load(path).to_json() for path in (first, second)]
-    before, after = ({**file.pop(LOCKED), **file} for file in files)
-    return list(changes(before, after))
-
-
 def lock_path(folder: Path, model: str) -> Path:
     return folder / f"{model}.lock.json"

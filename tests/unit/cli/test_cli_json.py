@@ -13,7 +13,6 @@ import shared_cache
 from demo_model import ROOT
 from recorded import recorded
 
-from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.files import sha256_file, write_json
 from lockstep.artifacts.summary import Reproduction
 from lockstep.cli.main import main
@@ -48,24 +47,6 @@ def test_targets(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found, code = json_of(capsys, "targets")
     one = {"name": TARGET, "model": "demo-llama", "precision": "fp16", "layers": "all", "backend": "onnxruntime"}
     assert code == 0 and len(found["targets"]) == 18 and one in found["targets"]
-
-
-@pytest.mark.exports
-def test_targets_with_layers(project: Path, demo: Results, capsys: pytest.CaptureFixture[str]) -> None:
-    graphs = Results(project / "results").assembly("demo-llama", "fp16").parent
-    shutil.copytree(demo.assembly("demo-llama", "fp16").parent, graphs)
-    found, code = json_of(capsys, "targets", "--verbose")
-    assert code == 0 and len(found["targets"]) == 18
-    tables = {(each["model"], each["precision"]): each for each in found["graphs"]}
-    table = tables["demo-llama", "fp16"]
-    assembly = Assembly.load(graphs / "assembly.json")
-    assert [layer["block"] for layer in table["layers"]] == [layer.block.graph for layer in assembly.layers]
-    assert {(layer["attention"], layer["exit"]) for layer in table["layers"]} == {
-        (layer.variant, layer.exit.graph) for layer in assembly.layers
-    }
-    middle = assembly.layers[1].block.graph
-    assert table["sha256"][middle] == sha256_file(graphs / assembly.classes[middle].file)
-    assert tables["demo-llama", "fp32"] == {"model": "demo-llama", "precision": "fp32", "layers": None}
 
 
 def test_generate_with_a_file_is_json_already(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,16 +107,6 @@ def test_verify_fails_with_its_document(project: Path, capsys: pytest.CaptureFix
     (finding,) = found["findings"]
     assert code == 1 and found["same"] == 0 and found["locks"] == []
     assert finding == {"status": "unknown", "name": "config.json", "reason": "no statement names it"}
-
-
-def test_diff(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lock = {"format": "lockstep.lock/5", "model": "m", "made with": {}}
-    for name, token in (("one", "5"), ("two", "6")):
-        locked = {"checkpoint": {"source": "x"}, "reference/all": {"Light": token}}
-        write_json(f"{name}.json", {**lock, "locked": locked})
-    found, code = json_of(capsys, "diff", "one.json", "two.json")
-    assert code == 1 and found == {"differences": [{"where": ["reference/all", "Light"], "change": "5 -> 6"}]}
-    assert json_of(capsys, "diff", "one.json", "one.json") == ({"differences": []}, 0)
 
 
 def test_cache(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,7 +139,7 @@ import signal, sys
 number = int(sys.argv[1])
 class Finder:
     def find_spec(name, path=None, target=None):
-        if name == "lockstep.cli.merge":  # one of the modules that the program loads
+        if name == "lockstep.cli.locks":  # one of the modules that the program loads
             signal.raise_signal(number)
 sys.meta_path.insert(0, Finder)
 from lockstep.cli.entry import main

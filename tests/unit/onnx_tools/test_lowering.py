@@ -13,7 +13,6 @@ from lockstep.onnx_tools.fuse_projections import FuseProjections
 from lockstep.onnx_tools.lower_opset import Lower
 from lockstep.onnx_tools.prepare import Prepared, check_same
 from lockstep.onnx_tools.sessions import compute
-from lockstep.onnx_tools.show import layer_table, show
 from lockstep.onnx_tools.toolkit import run_passes
 from some import some
 
@@ -147,39 +146,6 @@ def test_a_weight_that_another_operator_reads_is_not_fused():
     { y = Gemm<transB = 1>(x, a)  z = Gemm<transB = 1>(x, b)  c = Neg(b) }"""  # noqa: E501
     fused, mapping = fuse(onnx.parser.parse_model(text), {"a", "b"})
     assert mapping == {"a": ["a"], "b": ["b"]} and sum(node.op_type == "Gemm" for node in fused.graph.node) == 2
-
-
-def test_show_names_operators_shapes_and_slots(graphs, tmp_path):
-    for name, model in graphs("llama"):
-        onnx.save(model, tmp_path / name)
-    text = show(tmp_path / "middle.onnx")
-    assert "previous.mlp.gate_proj.weight" in text and "fp16 [64, 48]" in text
-    assert "query" in text and "Gemm(mul_5, current.self_attn.q_proj.weight, transB=1)" in text
-    assert "lockstep" not in show(tmp_path / "attention.decode.onnx") and (
-        "function attention(query, key, value, position_ids)"
-    ) in show(tmp_path / "batchful.onnx")
-
-
-def test_show_of_a_file_that_is_no_graph_is_one_line(tmp_path):
-    (tmp_path / "x.onnx").write_bytes(b"not an ONNX model at all")
-    (tmp_path / "assembly.json").write_text("{}")  # read as what it says it is, it would be a traceback of JSON's
-    (tmp_path / "graphs").mkdir()
-    for name in ("x.onnx", "absent.onnx", "assembly.json", "graphs"):
-        with pytest.raises(InputError) as error:
-            show(tmp_path / name)
-        assert "\n" not in str(error.value) and name in str(error.value)
-
-
-@pytest.mark.parametrize(("family", "head", "rows"), [
-    pytest.param("qwen3_moe", "3 layers, 6 classes, 1 attention variants",
-        ["0 entry attention exit", "1 middle attention exit_2", "2 middle_2 attention exit_2"], marks=pytest.mark.long),
-    ("llama", "3 layers, 4 classes, 1 attention variants", ["0 entry attention exit", "1-2 middle attention exit"]),
-])  # fmt: skip
-def test_layer_table_says_which_layer_uses_which_class(shared, tmp_path, family, head, rows):
-    shared.assembled(families.FAMILIES[family].config, "fp32")[1].save(tmp_path / "assembly.json")
-    lines = [line.split() for line in layer_table(tmp_path / "assembly.json").splitlines()]
-    assert lines[0] == head.split()
-    assert lines[2 : 2 + len(rows)] == [row.split() for row in rows]
 
 
 @pytest.mark.parametrize("dtype", ["float", "float16"])

@@ -22,7 +22,7 @@ from lockstep.artifacts.quantized import is_data
 from lockstep.artifacts.reference import ReferenceManifest
 from lockstep.backends import build
 from lockstep.checkpoint import resolve
-from lockstep.errors import CheckError, InputError
+from lockstep.errors import CheckError
 from lockstep.export.lora import with_adapters
 from lockstep.export.quantize import quantize
 from lockstep.runtime import Model
@@ -34,7 +34,6 @@ from lockstep.weights import adapters as loading
 from lockstep.weights import convert
 from lockstep.weights.adapters import open_adapters
 from lockstep.weights.check_adapters import resolve_adapters
-from lockstep.weights.merge import merge
 from shared import Shared
 from some import some
 
@@ -164,12 +163,3 @@ def test_adapters_go_beside_the_integers_in_full_precision(shared: Shared) -> No
         taken = {key for key in inputs if key.endswith((A_SUFFIX, B_SUFFIX))}
         assert len(taken) == 2 * len(slots) and {inputs[key] for key in taken} == {"float32"}
     assert set(sizes(assembly)) == set(open_adapters(results.adapters("model"))["random"].modules)
-
-
-def test_an_adapter_is_not_merged_into_quantised_weights(shared: Shared, tmp_path: Path) -> None:
-    results, _ = adapted_results(shared, "gptq")
-    with pytest.raises(
-        InputError, match="expected weights in floating point to merge an adapter into, found"
-    ) as raised:
-        merge(results.checkpoint("model"), results.adapters("model"), "captain", tmp_path / "merged")
-    assert "\n" not in str(raised.value) and not list(tmp_path.iterdir())
