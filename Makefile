@@ -21,7 +21,7 @@
 #   make docs                     builds the manual as a site, .site/html, and checks its links, and that its pages request nothing from elsewhere;
 #                                 DOCS_ENV names the folder that mkdocs is installed in
 #   make hashes                   after a change of a pin: writes the digests by which the pins of envs/ are installed; FILES="docs slurm" does these lists alone
-#   make lint                     ruff, mypy and snakefmt; .ci/run starts with it
+#   make lint                     ruff, mypy and snakefmt
 #   make gpu                      on a machine with an NVIDIA GPU: builds and checks the models of config/gpu.yaml and SmolLM2, then measures the 7B shape, with the backend cuda in
 #                                 .venv, which needs the wheels of its extra `cuda`. Records go to records/gpu. WORK names a folder with 14 GB of room,
 #                                 GPU_JOBS how many builds and checks share the GPU: above 1 sooner done, but speeds and tactics are timed under load
@@ -45,7 +45,7 @@ COMPILE_LATER := $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 TORCH ?= $(shell sed -n '/^torch==/p' $(PINS))
 # Where nobody chose a build: the one without CUDA's libraries, if pip's index has it.
 TORCH_CPU := $(if $(filter file,$(origin TORCH)),$(TORCH)+cpu)
-# tests/conftest.py says how many processes `auto` are, and in which order they take files: all tests of a file in one, which makes its fixtures once.
+# tests/conftest.py says how many processes `auto` are, and in which order they take files: all tests of a file in one, which makes its fixtures once, but for one file.
 # Without compiled modules each of them would compile all tests, and each process that a test starts the package.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 

@@ -16,6 +16,7 @@ import types
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ from shared import WORKER, Shared, shared_root
 sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
 WORKFLOW = Path(__file__).parent / "workflow"
 FIRST = WORKFLOW / "test_committed_lock.py"  # makes the demo's run
-LONGEST = Path(__file__).parent / "unit/workflow/test_whole_families.py"  # all its tests in one process
+FAMILIES = Path(__file__).parent / "unit/workflow/test_whole_families.py"  # half of the time of all tests
 MOST_WORKERS = 8  # each holds torch and ONNX Runtime: up to 2 GB
 if WORKER in os.environ:
     # One test a core: more threads would fight for them. Before torch is imported, and for the processes that tests
@@ -46,6 +47,21 @@ def pytest_xdist_auto_num_workers() -> int:
     Tests wait for servers and jobs that they start: on 2 cores 3 processes take 6 % less time than 2.
     """
     return min(MOST_WORKERS, 1 + len(os.sched_getaffinity(0)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give all tests of a file to one process, but those of `FAMILIES`, which share nothing, to any."""
+    if config.option.dist != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return nodeid if file.endswith(FAMILIES.name) else file
+
+    return Scheduling(config, log)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -148,5 +164,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     exporting = {item.path for item in items if item.get_closest_marker("exports")}
     # A process takes the next file when it is done with one: first the run that other files wait for, then files that
     # take long, so that the processes end together.
-    late = lambda path: (path != FIRST, path != LONGEST, path not in exporting, path.parent == WORKFLOW)
+    late = lambda path: (path != FIRST, path != FAMILIES, path not in exporting, path.parent == WORKFLOW)
     items.sort(key=lambda item: late(item.path))

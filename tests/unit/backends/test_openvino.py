@@ -122,12 +122,9 @@ def passes(
 
 @pytest.mark.parametrize(
     "precision, layers",
-    [
-        pytest.param("bf16", "all", marks=bf16),
-        *(pytest.param("fp32", layers, marks=LONG) for layers in (2, "all")),
-        pytest.param("bf16", 2, marks=[bf16, LONG]),
-    ],
+    [("fp32", 2), ("fp32", "all"), *(pytest.param("bf16", layers, marks=bf16) for layers in (2, "all"))],
 )
+@pytest.mark.long  # `make demo` checks bf16 and w4a16, test_whole_families.py fp32
 def test_the_demo_says_what_the_reference_says(opened, references, tmp_path, precision, layers):
     results, name, engines = opened(precision)
     # transformers' own bf16 is off by 0.39 on the long prompt, token by token
@@ -136,7 +133,8 @@ def test_the_demo_says_what_the_reference_says(opened, references, tmp_path, pre
     assert passes(results, name, precision, layers, reference, engines, tmp_path, logits=logits)
 
 
-@pytest.mark.parametrize("precision, layers", some(itertools.product(QUANTIZED, (2, "all")), ("w4a16", 2)))
+@pytest.mark.long
+@pytest.mark.parametrize("precision, layers", itertools.product(QUANTIZED, (2, "all")))
 def test_quantised_weights_say_what_dequantised_ones_say(opened, tmp_path, precision, layers):
     results, _, engines = opened(precision)
     report = check(results, precision, layers, LIMITS, tmp_path, engines)
@@ -185,7 +183,8 @@ def test_random_families_in_bf16(shared, tmp_path, family):
         assert passes(results, NAME, "bf16", layers, reference, engines, tmp_path, LIMIT, 0.8)
 
 
-@pytest.mark.parametrize("precision", some(["fp32", "w4a16"], "w4a16"))
+@pytest.mark.long
+@pytest.mark.parametrize("precision", ["fp32", "w4a16"])
 def test_engines_are_beside_their_graphs(opened, tmp_path, precision):
     results, name, engines = opened(precision)
     paths = results.assembly(name, precision), results.weights(name, precision), engines

@@ -48,6 +48,7 @@ def test_the_split_form_itself_passes(small):
     assert actual.error < EXPORT / 4 and actual.reference_error < EXPORT / 4  # room for other processors' sums
 
 
+@pytest.mark.long
 def test_a_model_is_held_to_transformers_within_its_positions_alone(assembled):
     """Llama 4 scales queries from position `floor_scale - 1` on, to which no request of ours goes."""
     config = {**FAMILIES["llama4_text"].config, "floor_scale": 16}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import subprocess
 import sys
 from collections import UserDict
@@ -275,7 +276,7 @@ def test_engines_of_a_mixture_are_compared(shared, gpu, tmp_path):
 
 @pytest.mark.parametrize(
     "precision, layers",
-    [("fp16", 2), ("bf16", 2), *(pytest.param(item, "all", marks=pytest.mark.long) for item in ("fp16", "bf16"))],
+    some(itertools.product(("bf16", "fp16"), (2, "all"))),  # fp16 with pages of fp8: test_fp8_kv_cache.py
 )
 def test_the_demo_says_what_transformers_says(references, demo_bf16, gpu, tmp_path, precision, layers):
     results = demo_bf16 if precision == "bf16" else references
