@@ -81,7 +81,7 @@ def try_on_gpu(name: str, backend: str, precision: str, folder: Path) -> dict[st
         stage = "run"
         record = _errors_on_gpu(config, source, results, engines, precision)
     except (CheckError, InputError) as error:
-        return {"result": REFUSED if stage == "export" else WRONG, "reason": _ended(stage, error, folder)}
+        return {"result": REFUSED if stage in (NO_MODEL, "export") else WRONG, "reason": _ended(stage, error, folder)}
     except Exception as error:
         return {"result": NO_MODEL if stage == NO_MODEL else BROKEN, "reason": _ended(stage, error, folder)}
     reference_error = record["transformers_error"]

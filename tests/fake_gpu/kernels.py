@@ -652,8 +652,9 @@ for _unit in (2, 16):
 for _name in re.findall(r"^GEMV\((\w+)", (files("lockstep_gpu.kernels") / "small_weights.cu").read_text(), re.M):
     _bits, _outputs, _, _most = map(int, _name.split("_")[1:])
     KERNELS[_name] = functools.partial(gemv, bits=_bits, outputs=_outputs, most=_most)
-for _name in re.findall(r"^FEW_ROWS\((\w+)", (files("lockstep_gpu.kernels") / "few_rows.cu").read_text(), re.M):
-    KERNELS[_name] = functools.partial(few_rows, most=int(_name.split("_")[-1]))
+_text = (files("lockstep_gpu.kernels") / "few_rows.cu").read_text()
+for _name, _most in re.findall(r"^FEW_ROWS\((\w+), (\d+)", _text, re.M):
+    KERNELS[_name] = functools.partial(few_rows, most=int(_most))
 for _most in (8, 16):
     KERNELS[f"few_rows_fp8_{_most}"] = functools.partial(few_rows_fp8, most=_most)
 for _pair in (1, 2):

@@ -10,7 +10,8 @@
 
 #define COLUMNS (PIECES * 8)
 
-template <int ROWS>
+// MANY: there may be more than ROWS rows. A decoding step has fewer, and waits for no division.
+template <int ROWS, bool MANY>
 __device__ __forceinline__ void few_rows(const unsigned short* weight, const unsigned short* x,
                                          unsigned short* first_out, unsigned short* second_out,
                                          unsigned short* third_out, int first_end, int second_end, int out_features,
@@ -18,9 +19,9 @@ __device__ __forceinline__ void few_rows(const unsigned short* weight, const uns
     constexpr int STAGE = (OUTPUTS + ROWS) * COLUMNS * 2, K = COLUMNS / 16, TILES = (ROWS + 15) / 16;
     u32 base = shared_memory();
     int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
-    int blocks = (out_features + OUTPUTS - 1) / OUTPUTS;  // of a row
     int first = blockIdx.x * OUTPUTS, first_row = 0;
-    if (gridDim.x > blocks) {  // more than ROWS rows: a decoding step of few rows must not wait for a division
+    if (MANY) {
+        int blocks = (out_features + OUTPUTS - 1) / OUTPUTS;  // of a row
         first = blockIdx.x % blocks * OUTPUTS;
         first_row = blockIdx.x / blocks * ROWS;
         x += (long long)first_row * in_features;
@@ -102,14 +103,15 @@ __device__ __forceinline__ void few_rows(const unsigned short* weight, const uns
     }
 }
 
-#define FEW_ROWS(NAME, ROWS) \
+#define FEW_ROWS(NAME, ROWS, MANY) \
     extern "C" __global__ void __launch_bounds__(THREADS) NAME( \
         const unsigned short* weight, const unsigned short* x, unsigned short* first_out, unsigned short* second_out, \
         unsigned short* third_out, int first_end, int second_end, int out_features, int in_features, int rows) { \
-        few_rows<ROWS>(weight, x, first_out, second_out, third_out, first_end, second_end, out_features, in_features, \
-                       rows); \
+        few_rows<ROWS, MANY>(weight, x, first_out, second_out, third_out, first_end, second_end, out_features, \
+                             in_features, rows); \
     }
-FEW_ROWS(few_rows_8, 8)
-FEW_ROWS(few_rows_16, 16)
-FEW_ROWS(few_rows_32, 32)
-FEW_ROWS(few_rows_64, 64)
+FEW_ROWS(few_rows_8, 8, false)
+FEW_ROWS(few_rows_16, 16, false)
+FEW_ROWS(few_rows_32, 32, false)
+FEW_ROWS(few_rows_64, 64, false)
+FEW_ROWS(many_rows, 16, true)

@@ -153,11 +153,19 @@ class _Shapes:
     def launch(
         self, stream: cuda.Stream, weight: cuda.Array, x: cuda.Array, outs: Sequence[cuda.Array], max_rows: int
     ) -> Callable[[int], None]:
-        """Return a launch of the kernel, by number of rows; a block takes up to `max_rows` of them."""
+        """Return a launch of the kernel, by number of rows; up to `max_rows` share each block of outputs."""
         arguments: tuple[cuda.Array | int, ...] = (weight, x, *output_arguments(outs), *weight.shape, max_rows)
-        launch = few_rows_launch(self._module[f"few_rows_{max_rows}"], stream, max_rows, *arguments)
+        few = few_rows_launch(self._module[f"few_rows_{max_rows}"], stream, max_rows, *arguments)
+        many = few_rows_launch(self._module["many_rows"], stream, FEW[-1], *arguments)
         blocks = -(-weight.shape[0] // OUTPUTS)
-        return lambda rows: launch(blocks * -(-rows // max_rows), rows)
+
+        def run(rows: int) -> None:
+            if rows <= max_rows:
+                few(blocks, rows)
+            else:
+                many(blocks * -(-rows // FEW[-1]), rows)
+
+        return run
 
     def by_cublas(
         self, stream: cuda.Stream, weight: cuda.Array, x: cuda.Array, outs: Sequence[cuda.Array]

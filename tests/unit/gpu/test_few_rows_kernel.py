@@ -76,7 +76,7 @@ HALVES = r"""
     unsigned short* third, int end, int ends, int outs, int ins, int rows) { \
     gridDim.x = blocks; \
     launch(blocks, [=] { NAME(weight, x, first, second, third, end, ends, outs, ins, rows); }); }
-RUN(few_rows_8) RUN(few_rows_16) RUN(few_rows_32) RUN(few_rows_64)
+RUN(few_rows_8) RUN(few_rows_16) RUN(few_rows_32) RUN(few_rows_64) RUN(many_rows)
 """
 EXPERT_ROWS = r"""
 template <int COUNT> void wait_but_for() {}
@@ -213,7 +213,8 @@ def test_each_output_is_accumulated_in_order(library, most, rows, columns, dtype
     x = random.standard_normal((rows, columns)).astype(dtype)
     results = [np.full((rows + 1, size), 7, dtype) for size in outs]
     sizes = (int(ends[0]), int(ends[1]), total, columns, rows)
-    run = getattr(library(HALVES, 128, dtype), f"run_few_rows_{most}")
+    kernel = f"few_rows_{most}" if rows <= most else "many_rows"
+    run = getattr(library(HALVES, 128, dtype), f"run_{kernel}")
     run(-(-total // 32) * -(-rows // most), pointer(weight), pointer(x), *map(pointer, results), *sizes)
     check(results, in_order(x, weight, range(columns)), (0, *ends))
 
