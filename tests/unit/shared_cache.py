@@ -14,9 +14,12 @@ import numpy as np
 from checkpoints import write
 
 from lockstep import weights
+from lockstep.artifacts.files import sha256_file
 from lockstep.checkpoint import resolve
 from lockstep.errors import guard
 from lockstep.provenance import run as stage
+from lockstep.provenance.cache.store import Cache
+from lockstep.provenance.cache.upkeep import scan
 from lockstep.stages import Job
 
 MB = 1 << 20
@@ -72,6 +75,14 @@ def run(manifest: Path, folder: Path, cache: Path) -> tuple[int, str]:
         except SystemExit as ended:
             code = ended.code
     return code, said.getvalue()
+
+
+def verify(cache: Cache) -> list[str]:
+    """A line for each blob that is not of its digest, and for each damaged entry; none of a whole cache."""
+    found = scan(cache)
+    lines = [f"{path}: {line}" for path, line in found.damaged.items()]
+    blobs = [cache.blob_path(sha256) for sha256 in found.blobs]
+    return lines + [f"{path}: sha256" for path in blobs if path.is_file() and sha256_file(path) != path.name]
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 from checkout import Checkout
+from shared_cache import verify
 
 from lockstep.artifacts.files import sha256_file
 from lockstep.provenance.cache.store import Cache
-from lockstep.provenance.cache.upkeep import scan, verify
+from lockstep.provenance.cache.upkeep import scan
 
 MODEL = "demo-llama"
 # What is made of weights and graphs.

@@ -1,10 +1,9 @@
-"""The commands of the shared cache: list, prune and verify its entries."""
+"""The command of the shared cache: `lockstep cache prune`."""
 
 from __future__ import annotations
 
 import os
 import re
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lockstep.cli.options import CONFIG, JSON
-from lockstep.cli.terminal import echo_json, working
-from lockstep.errors import CheckError, InputError
+from lockstep.cli.terminal import echo_json
+from lockstep.errors import InputError
 
 if TYPE_CHECKING:
     from lockstep.provenance.cache.store import Cache
-    from lockstep.provenance.cache.upkeep import Contents, Used
+    from lockstep.provenance.cache.upkeep import Contents
 
 _SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _TIMES = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -44,38 +43,7 @@ class _Amount(click.ParamType):
 
 @click.group()
 def cache() -> None:
-    """Inspect the shared cache of artefacts: list, prune and verify its entries."""
-
-
-@cache.command()
-@JSON
-@_CACHE
-@CONFIG
-def ls(folder: str | None, config_file: Path | None, as_json: bool) -> None:
-    """List the entries: stage, build key, size, last use."""
-    from lockstep.provenance.cache.upkeep import bytes_text, scan, summary
-
-    opened = _opened(folder, config_file)
-    contents = scan(opened)
-    if as_json:
-        return echo_json(
-            {"folder": str(opened.folder), "entries": [_entry(opened, used) for used in contents.entries]}
-            | _contents(contents)
-        )
-    rows = [("stage", "of", "build key", "files", "size", "last use (UTC)")]
-    for used in contents.entries:
-        entry = _entry(opened, used)
-        when = entry["last_use"][:16].replace("T", " ")
-        rows.append(
-            (entry["stage"], entry["of"], entry["key"][:12], str(entry["files"]), bytes_text(entry["size"]), when)
-        )
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows:
-        stage, of, key, files, size, when = map(str.ljust, row, widths)
-        files = files.strip().rjust(widths[3])
-        size = size.strip().rjust(widths[4])
-        click.echo(f"{stage}  {of}  {key}  {files}  {size}  {when}".rstrip())
-    click.echo(summary(contents))
+    """Prune the shared cache of artefacts."""
 
 
 @cache.command()
@@ -94,7 +62,7 @@ def prune(
     max_size: float | None, older_than: float | None, folder: str | None, config_file: Path | None, as_json: bool
 ) -> None:
     """Drop entries that are unused or damaged, and files that no entry names."""
-    from lockstep.provenance.cache.upkeep import bytes_text, scan, summary
+    from lockstep.provenance.cache.upkeep import bytes_text, scan
     from lockstep.provenance.cache.upkeep import prune as drop
 
     opened = _opened(folder, config_file)
@@ -102,40 +70,8 @@ def prune(
     if as_json:
         return echo_json({"dropped": asdict(dropped), "left": _contents(scan(opened))})
     click.echo(f"dropped: {dropped.entries} entries, {dropped.files} files of {bytes_text(dropped.size)}")
-    click.echo(f"left: {summary(scan(opened))}")
-
-
-@cache.command()
-@JSON
-@_CACHE
-@CONFIG
-def verify(folder: str | None, config_file: Path | None, as_json: bool) -> None:
-    """Hash all files of the cache. Exit code 0 if it is whole, else 1."""
-    from lockstep.provenance.cache.upkeep import scan, summary
-    from lockstep.provenance.cache.upkeep import verify as check
-
-    opened = _opened(folder, config_file)
-    with working(f"verify {opened.folder}"):
-        lines = check(opened)
-    if as_json:
-        echo_json({"folder": str(opened.folder), "wrong": lines} | _contents(scan(opened)))
-    else:
-        for line in lines:
-            click.echo(line)
-        click.echo(summary(scan(opened)))
-    if lines:
-        raise CheckError(
-            f"{opened.folder}: expected a whole cache, found {len(lines)} files that are not as "
-            f"they should be: delete them, or let prune do it"
-        )
-
-
-def _entry(cache: Cache, used: Used) -> dict[str, Any]:
-    """Return an entry as JSON. size: bytes; last_use: UTC."""
-    entry = used.entry
-    when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(used.last_use))
-    about = {"stage": entry.key.stage, "of": " ".join(entry.key.names.values()), "key": entry.key.sha256}
-    return {**about, "files": len(entry.outputs), "size": cache.size(entry), "last_use": when}
+    left = scan(opened)
+    click.echo(f"left: {len(left.entries)} entries, {len(left.blobs)} files of {bytes_text(left.size)}")
 
 
 def _contents(contents: Contents) -> dict[str, Any]:

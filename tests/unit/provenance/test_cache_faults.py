@@ -16,12 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from shared_cache import MB, checkpoint, contents, convert, never, run, start
+from shared_cache import MB, checkpoint, contents, convert, never, run, start, verify
 
 from lockstep.artifacts.files import dump_json, sha256_json
 from lockstep.artifacts.statement import DIGEST, Statement
 from lockstep.provenance.cache.store import Cache
-from lockstep.provenance.cache.upkeep import IN_THE_MAKING, prune, scan, verify
+from lockstep.provenance.cache.upkeep import IN_THE_MAKING, prune, scan
 from some import some
 
 

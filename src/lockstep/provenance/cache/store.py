@@ -74,9 +74,6 @@ class Cache:
                 raise InputError(f"{self.blob_path(sha256)}: expected a file that {path.name} names, found none")
         return entry
 
-    def size(self, entry: Statement) -> int:
-        return sum(size_of(self.blob_path(sha256)) or 0 for sha256 in entry.outputs.values())
-
     def take(self, sha256: str, target: Path) -> None:
         """Copy a blob to the new file `target`.
 

@@ -1,4 +1,4 @@
-"""Upkeep of a cache: listing it, verifying it, and pruning it.
+"""Upkeep of a cache: its contents, and pruning it.
 
 It is safe while others use the cache: an entry that is dropped is a miss for the next one who asks. Blobs without an
 entry yet and temporary files are being written, and stay for an hour.
@@ -6,18 +6,14 @@ entry yet and temporary files are being written, and stay for an hour.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lockstep.artifacts.files import sha256_file
 from lockstep.artifacts.statement import Statement
 from lockstep.errors import InputError, LockstepError
-from lockstep.manifests.digest_cache import THREADS
 from lockstep.provenance.cache.store import Cache, delete
 
 IN_THE_MAKING = 3600  # seconds since a blob or a temporary file was last written to
@@ -92,27 +88,6 @@ def scan(cache: Cache) -> Contents:
     return contents
 
 
-def verify(cache: Cache) -> list[str]:
-    """Hash all blobs; return a line for each that is damaged, and each entry that is damaged or incomplete."""
-    contents = scan(cache)
-    with ThreadPoolExecutor(THREADS) as pool:
-        damages = pool.map(lambda sha256: _damage(cache.blob_path(sha256)), contents.blobs)
-    lines = [line for line in damages if line]
-    for path, line in contents.damaged.items():
-        if str(path) not in line:
-            line = f"{path}: {line}"
-        lines.append(line)
-    return lines
-
-
-def _damage(path: Path) -> str | None:
-    with contextlib.suppress(FileNotFoundError):  # another machine prunes
-        actual = sha256_file(path)
-        if actual != path.name:
-            return f"{path}: expected sha256 {path.name}, found {actual}"
-    return None
-
-
 def prune(cache: Cache, max_size: float | None = None, older_than: float | None = None) -> Pruned:
     """Drop old entries, then those used longest ago until the rest fits `max_size`.
 
@@ -153,17 +128,6 @@ def prune(cache: Cache, max_size: float | None = None, older_than: float | None 
         except FileNotFoundError:
             continue  # another machine prunes
     return pruned
-
-
-def summary(contents: Contents) -> str:
-    unused = {
-        "damaged": contents.damaged,
-        "that no entry names": contents.blobs.keys() - contents.named,
-        "temporary": contents.temporary,
-    }
-    unused_counts = [f"{len(paths)} {what}" for what, paths in unused.items() if paths]
-    entries = f"{len(contents.entries)} {'entry' if len(contents.entries) == 1 else 'entries'}"
-    return ", ".join([entries, f"{len(contents.blobs)} files of {bytes_text(contents.size)}", *unused_counts])
 
 
 def bytes_text(size: float) -> str:
