@@ -64,7 +64,7 @@ def cublas_lt(gpu: Gpu) -> SimpleNamespace:
         fp8 = told == FP8
         kinds = weight[2], x[2], out[2]
         if told != (FP8 if fp8 else FP16) or kinds not in (
-            [(E4M3, E4M3, HALF)] if fp8 else [(HALF,) * 3, (BFLOAT16,) * 3]
+            [(E4M3, E4M3, HALF), (E4M3, E4M3, BFLOAT16)] if fp8 else [(HALF,) * 3, (BFLOAT16,) * 3]
         ):
             raise Fault(f"cuBLAS: {results[product.value]} of {kinds}")
         return fp8

@@ -468,14 +468,14 @@ def few_rows(gpu: Gpu, blocks: int, k: SimpleNamespace, most: int) -> None:
         gpu.array(address, (rows, k.in_features), NUMBERS[k.KIND]).astype(np.float64)
         for address, rows in ((k.x, k.rows), (k.weight, k.out_features))
     )
-    _store(gpu, k, x @ weight.T, NUMBERS[k.KIND])
+    _store(gpu, k, x @ weight.T)
 
 
 def quantize_rows(gpu: Gpu, rows: int, k: SimpleNamespace) -> None:
     """What fp8_products.cu says."""
     if k.in_features % 16 or k.x % 16 or k.codes % 16:
         raise Fault(f"quantize_rows: rows of {k.in_features} numbers")
-    x = gpu.array(k.x, (rows, k.in_features), "f2").astype(np.float32)
+    x = gpu.array(k.x, (rows, k.in_features), NUMBERS[k.KIND]).astype(np.float32)
     codes, steps = e4m3.rounded(x)
     gpu.array(k.codes, (rows, k.in_features), E4M3)[:] = codes.astype(E4M3)
     gpu.array(k.steps, (rows, 1), "f4")[:] = steps
@@ -520,6 +520,21 @@ def expert_products(gpu: Gpu, blocks: int, k: SimpleNamespace, name: str, form: 
                 np.float64
             )
             gpu.array(k.out + row * k.out_features * 2, (k.out_features,), NUMBERS[k.KIND])[:] = x @ weight
+
+
+def dense_products(gpu: Gpu, blocks: int, k: SimpleNamespace, name: str, form: str) -> None:
+    """What expert_small_weights.cu says of DENSE, in float64."""
+    bits = int(name.split("_")[1])
+    rows, outputs, columns, stages = map(int, form.split(",")[1:5])
+    shared = max(stages * (rows * 16 + outputs * bits) * columns // 8, rows * (outputs + 8) * 2)
+    if k.out_blocks != -(-k.out_features // outputs) or blocks != k.out_blocks * -(-k.rows // rows):
+        raise Fault(f"{name}: {blocks} blocks for {k.rows} rows of {k.out_features} outputs")
+    if k.shared != shared or k.KIND != 2:
+        raise Fault(f"{name}: {k.shared} bytes of shared memory, numbers of kind {k.KIND}")
+    if k.in_features % 32 or k.out_features % 8 or k.group_size % 32 or any(at % 16 for at in (k.weight, k.x, k.out)):
+        raise Fault(f"{name}: {k.out_features} rows of {k.in_features} numbers in groups of {k.group_size}")
+    x = gpu.array(k.x, (k.rows, k.in_features), NUMBERS[2]).astype(np.float64)
+    gpu.array(k.out, (k.rows, k.out_features), NUMBERS[2])[:] = x @ _weight(gpu, k, bits).T.astype(np.float64) / 256
 
 
 def _of_expert(gpu: Gpu, k: SimpleNamespace, kind: str, bits: int, expert: int) -> np.ndarray:
@@ -579,18 +594,18 @@ def wgmma_fp8(gpu: Gpu, blocks: int, k: SimpleNamespace, pair: int, split: int) 
     _store(gpu, k, x @ weight.T * scales)
 
 
-def _store(gpu: Gpu, k: SimpleNamespace, found: np.ndarray, kind: np.dtype = NUMBERS[1]) -> None:
+def _store(gpu: Gpu, k: SimpleNamespace, found: np.ndarray) -> None:
     """Round [rows, out_features], into up to three outputs."""
     ends = [0, k.first_end, k.second_end, k.out_features]
     for low, high, out in zip(ends, ends[1:], (k.first_out, k.second_out, k.third_out)):
-        gpu.array(out, (k.rows, high - low), kind)[:] = found[:, low:high].astype(kind)
+        gpu.array(out, (k.rows, high - low), NUMBERS[k.KIND])[:] = found[:, low:high].astype(NUMBERS[k.KIND])
 
 
 def dequantize(gpu: Gpu, blocks: int, k: SimpleNamespace, bits: int) -> None:
     """What small_weights.cu says."""
     if blocks * 256 < k.out_features * k.in_features // 8:
         raise Fault(f"dequantize: {blocks} blocks for [{k.out_features}, {k.in_features}]")
-    gpu.array(k.out, (k.out_features, k.in_features), "f2")[:] = _weight(gpu, k, bits) / 256
+    gpu.array(k.out, (k.out_features, k.in_features), NUMBERS[k.KIND])[:] = _weight(gpu, k, bits) / 256
 
 
 def state_mixer(gpu: Gpu, blocks: int, k: SimpleNamespace, name: str) -> None:
@@ -666,3 +681,5 @@ for _source in ("expert_products.cu", "expert_small_weights.cu"):
     _text = (files("lockstep_gpu.kernels") / _source).read_text()
     for _name, _form in re.findall(r"^EXPERTS\((\w+),(.*)\)", _text, re.M):
         KERNELS[_name] = functools.partial(expert_products, name=_name, form=_form)
+    for _name, _form in re.findall(r"^PRODUCTS\((\w+),(.*)\)", _text, re.M):
+        KERNELS[_name] = functools.partial(dense_products, name=_name, form=_form)

@@ -493,7 +493,7 @@ extern "C" __global__ void words(u64* out, const u64* key, int position) {
     [
         *((form, "float16") for form in ("floats", "across", "8 bits", "4 bits", "mxfp4")),
         ("floats", "bfloat16"),
-        ("mxfp4", "bfloat16"),
+        *((form, "bfloat16") for form in ("8 bits", "4 bits", "mxfp4")),
     ],
 )
 def test_rows_of_experts_have_the_same_bits_in_tiles_of_any_size(monkeypatch, form, dtype):

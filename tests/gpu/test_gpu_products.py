@@ -30,7 +30,7 @@ def test_products_of_e4m3_for_any_number_of_rows(sizes, in_features):
     scales, steps = (random.uniform(0.01, 0.1, rows).astype(np.float32) for rows in (len(weight), ROWS))
     outs = [device.up(np.zeros((ROWS, size), np.float16)) for size in sizes]
     codes = device.up(x.view(np.uint8)), device.up(steps)
-    multiply = Fp8Gemm(device.stream).bind(
+    multiply = Fp8Gemm(device.stream, np.dtype(np.float16)).bind(
         device.up(weight.view(np.uint8)), device.up(scales), device.up(np.zeros((ROWS, in_features), "f2")), outs, codes
     )
     each = np.outer(steps, scales)

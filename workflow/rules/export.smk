@@ -22,6 +22,7 @@ rule export:
         group_size=of_config("group_size"),
         head_bits=of_config("head_bits"),
         residual=of_config("residual"),
+        activations=of_config("activations"),
         kv_cache_dtype=of_config("kv_cache_dtype"),
         stage=stage_of("export"),
     script:

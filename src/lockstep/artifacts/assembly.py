@@ -81,7 +81,8 @@ class Assembly(Document):
     whole model in one graph. tokenizer, chat_template: how text becomes tokens; None where the checkpoint has none.
     tensor_parallel: what several ranks run instead of the blocks and the attention; None for one. adapters: where
     blocks take them; None where they take none. quantization: which tensors are quantised, and how; None where none is.
-    residual: the type of the residual stream, where that is another than `dtype`. kv_cache_dtype: "fp8" where keys and
+    residual: the type of the residual stream, where that is another than `dtype`. activations: their type in engines of
+    quantised weights whose backend computes in 16 bits; None: the backend's. kv_cache_dtype: "fp8" where keys and
     values are kept as e4m3 numbers with a scale for each token and head; None: as `dtype`.
     """
 
@@ -107,6 +108,7 @@ class Assembly(Document):
     adapters: LoraSlots | None = None
     quantization: QuantizedTensors | None = None
     residual: Annotated[str, one_of("float32")] | None = None
+    activations: Annotated[str, one_of("bfloat16")] | None = None
     kv_cache_dtype: Annotated[str, one_of("fp8")] | None = None
     state_mixers: Mapping[FileName, StateMixer] = field(default_factory=dict)
 

@@ -78,7 +78,7 @@ class Backend(Protocol):
     on_host: bool  # engines run on this CPU: a step takes as long as it has tokens
     takes_long: bool = False  # a build is worth a line of progress for each engine, and a record of what each took
     activations: str | None = None  # their dtype in engines, by NumPy's name, where it is not the graphs' own
-    fp8_kv_cache: bool = False  # keys and values may be e4m3 numbers
+    model_settings: tuple[str, ...] = ()  # of an assembly, which other backends refuse
     polygraphy: str = ""  # options by which Polygraphy runs a graph in this library
     takes_canonical: bool = False  # `build` takes the assembly's graphs, with adapter inputs, unchanged
     portable: bool = False  # engines are the same bytes on all devices of one name; on all CPUs of one architecture

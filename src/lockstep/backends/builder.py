@@ -62,11 +62,12 @@ def build(
             f"{assembly_path}: precision: expected one of {', '.join(library.precisions)} "
             f"(backend {backend}), found {assembly.precision!r}"
         )
-    if assembly.kv_cache_dtype is not None and not library.fp8_kv_cache:
-        raise InputError(
-            f"{assembly_path}: kv_cache_dtype: expected none for backend {backend}, found {assembly.kv_cache_dtype}; "
-            "export without, or use the backend cuda"
-        )
+    for key in ("activations", "kv_cache_dtype"):
+        if (value := getattr(assembly, key)) is not None and key not in library.model_settings:
+            raise InputError(
+                f"{assembly_path}: {key}: expected none for backend {backend}, found {value}; export without, or use "
+                "the backend cuda"
+            )
     manifest = EngineSetManifest(
         backend=backend,
         backend_version=library.version(),

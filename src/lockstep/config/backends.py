@@ -37,7 +37,7 @@ class BackendSettings:
     runs_ranks: several ranks of a model split by `tensor_parallel`. runs_adapters: graphs that take adapters, in these
     precisions.
     zero_points: of checkpoints that were quantised with other ones than the middle. mxfp4: codes of weights.
-    fp8_kv_cache: keys and values as e4m3 numbers.
+    model_settings: of a model, which other backends refuse: "activations", "kv_cache_dtype".
     missing: why its engines cannot be built in this Python, with the command that installs what lacks; None where they
     can.
     cannot_build: why they cannot be built on this machine; None where they can.
@@ -58,7 +58,7 @@ class BackendSettings:
     runs_adapters: tuple[str, ...] = ()
     zero_points: bool = True
     mxfp4: bool = False
-    fp8_kv_cache: bool = False
+    model_settings: tuple[str, ...] = ()
     missing: Callable[[], str | None] = lambda: None
     cannot_build: Callable[[], str | None] = lambda: None
     cannot_run: Callable[[Mapping[str, Any]], str | None] = lambda options: None

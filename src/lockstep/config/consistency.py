@@ -98,11 +98,13 @@ def model_problems(
                 able = ", ".join(settings.runs_adapters)
                 text = f"expected none for backend {backend} in {other[0]}; there they run in {able}; found "
                 yield Problem((*path, "adapters"), f"{text}{len(model.adapters)}")
-        if model.kv_cache_dtype and not settings.fp8_kv_cache:
-            able = ", ".join(name for name, item in backends().items() if item.fp8_kv_cache)
-            text = f"expected none for backend {backend}; it is for {able}; found {model.kv_cache_dtype!r}"
-            yield Problem((*path, "kv_cache_dtype"), text)
-        elif model.kv_cache_dtype and "bf16" in model.precisions_of(backend):
+        for key in ("activations", "kv_cache_dtype"):
+            value = getattr(model, key)
+            if value and key not in settings.model_settings:
+                able = ", ".join(name for name, item in backends().items() if key in item.model_settings)
+                text = f"expected none for backend {backend}; it is for {able}; found {value!r}"
+                yield Problem((*path, key), text)
+        if model.kv_cache_dtype and (model.activations or "bf16" in model.precisions_of(backend)):
             text = f"expected none for backend {backend} in bf16; it is for fp16; found {model.kv_cache_dtype!r}"
             yield Problem((*path, "kv_cache_dtype"), text)
         for place, precision in model.placed_precisions(backend):

@@ -25,7 +25,7 @@ from lockstep.config.section import Flag, PathText, Section
 from lockstep.config.sources import FolderSource, HubSource, parse_source, places_of, resolve_here
 from lockstep.config.types import Backends, Device, DeviceName, Limits, ModelConfig, ModelName, Prompt, Tolerances
 from lockstep.errors import InputError
-from lockstep.targets import Results, Target
+from lockstep.targets import Results, Target, is_quantized
 from lockstep.tolerances import GRAPH
 from lockstep.tolerances import Tolerances as PlainTolerances
 
@@ -383,7 +383,12 @@ class Config(Section):
         """
         overrides = getattr(self.models[model].tolerances, precision).model_dump(exclude_none=True)
         settings = self.tolerances[precision].model_copy(update=overrides).model_dump()
-        return PlainTolerances(precision, self.backend_of(backend) if backend else GRAPH, **settings)
+        if backend is None:
+            return PlainTolerances(precision, GRAPH, **settings)
+        tolerances = PlainTolerances(precision, self.backend_of(backend), **settings)
+        if self.models[model].activations is not None and is_quantized(precision):
+            return tolerances.in_bfloat16
+        return tolerances
 
     def build_options(self, backend: str) -> dict[str, Any]:
         """Return the options of a backend's build (`engine.build`), as plain JSON.

@@ -230,9 +230,15 @@ class ModelConfig(Section):
     )
     residual: Literal["float32"] | None = Field(
         default=None,
-        description="In fp16: `float32` keeps the residual stream, which runs through all layers, in float32, for "
-        "models whose hidden state is beyond 65504, where float16 ends (Gemma 3). None: float16. In quantised "
-        "precisions it is float32 as it is.",
+        description="In fp16 and bf16: `float32` keeps the residual stream, which runs through all layers, in float32, "
+        "for models whose hidden state is beyond 65504, where float16 ends (Gemma 3), and for smaller errors in bf16. "
+        "None: in 16 bits. In quantised precisions it is float32 as it is.",
+    )
+    activations: Literal["bfloat16"] | None = Field(
+        default=None,
+        description="On the backend `cuda`, in quantised precisions: `bfloat16` gives activations between products, "
+        "keys and values the range of float32, for models whose branches exceed 65504; they round eight times as much. "
+        "None: float16.",
     )
     kv_cache_dtype: Literal["fp8"] | None = Field(
         default=None,

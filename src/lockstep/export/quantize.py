@@ -40,7 +40,7 @@ from lockstep.artifacts.tensor_parallel import Shard, ShardedClass, TensorParall
 from lockstep.config.packing import MXFP4_GROUP
 from lockstep.errors import InputError, note
 from lockstep.onnx_tools import fp8_products, int8_rounding
-from lockstep.onnx_tools.signature import signature_of
+from lockstep.onnx_tools.signature import ACTIVATIONS, signature_of
 from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, add_input, run_passes
 from lockstep.onnx_tools.values import attribute, is_linear, is_transposed, required, sizes_of
 from lockstep.weights.mxfp4 import e2m1_pairs, e8m0
@@ -74,11 +74,13 @@ def quantize(
     group_size: int,
     prequantized: QuantizedTensors | None = None,
     head_bits: int = HEAD_BITS,
+    activations: str | None = None,
 ) -> tuple[dict[str, bytes], Assembly]:
     """Return the files and the assembly of `precision`, rewritten from those in fp32.
 
     prequantized: the tensors that the checkpoint already quantised; no others are quantised then. head_bits: of the
-    output head, and of an embedding that is tied to it. Raises InputError where no weight of a layer can be quantised,
+    output head, and of an embedding that is tied to it. activations: their type in engines of a
+    backend that computes in 16 bits; the graphs name it. Raises InputError where no weight of a layer can be quantised,
     or the rows of one are no multiple of `group_size`.
     """
     if is_fp8(precision):
@@ -91,7 +93,7 @@ def quantize(
     rounds_activations = has_8_bit_activations(precision)
 
     def rewrite(graph: GraphFile, bits: Mapping[str, int]) -> tuple[GraphFile, bytes]:
-        return _rewrite_graph(graph, files[graph.file], bits, quantized, rounds_activations)
+        return _rewrite_graph(graph, files[graph.file], bits, quantized, rounds_activations, activations)
 
     for name, graph in assembly.classes.items():
         bits = _slot_bits(_slots_of_class(assembly, name), quantized)
@@ -119,6 +121,7 @@ def quantize(
         tensor_parallel=ranks,
         quantization=quantized,
         adapters=adapters,
+        activations=activations,
     )
 
 
@@ -467,12 +470,22 @@ def _embeddings(graph: ir.Graph, slots: Collection[str]) -> dict[str, ir.Node]:
 
 
 def _rewrite_graph(
-    graph: GraphFile, data: bytes, bits: Mapping[str, int], quantized: QuantizedTensors, rounds_activations: bool
+    graph: GraphFile,
+    data: bytes,
+    bits: Mapping[str, int],
+    quantized: QuantizedTensors,
+    rounds_activations: bool,
+    activations: str | None,
 ) -> tuple[GraphFile, bytes]:
-    """Return a graph with quantised weights, and its bytes. rounds_activations: to 8 bits, before products."""
-    if not bits:
+    """Return a graph with quantised weights, and its bytes.
+
+    rounds_activations: to 8 bits, before products. activations: as in `quantize`.
+    """
+    if not bits and activations is None:
         return graph, data
     model = run_passes(onnx.ModelProto.FromString(data), QuantizeWeights(bits, quantized, rounds_activations))
+    if activations is not None:
+        model.metadata_props.add(key=ACTIVATIONS, value=activations)
     serialized = model.SerializeToString(deterministic=True)
     names = {slot.name for slot in graph.signature.slots} - set(bits)
     for slot in bits:

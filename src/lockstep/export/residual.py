@@ -1,11 +1,12 @@
 """Keep the residual stream of a 16-bit model in float32.
 
-In: a packed trace in float16, of the model or of its embedding. Out: the same graph with a float32 stream, in place.
+In: a packed trace in float16 or bfloat16, of the model or of its embedding. Out: the same graph with a float32 stream,
+in place.
 
-The stream of some models (Gemma 3) exceeds 65504, the largest float16. It is found by data flow: all values between
-`hidden` and the nearest products, in both directions. They are computed in float32: the stream's additions, norms that
-read it, and what a branch computes after its last product. Products and attention read and return float16 as before, so
-that weights, RoPE, attention and KV cache do not change.
+The stream of some models (Gemma 3) exceeds 65504, the largest float16, and bfloat16 rounds each addition to it to 8
+bits. It is found by data flow: all values between `hidden` and the nearest products, in both directions. They are
+computed in float32: the stream's additions, norms that read it, and what a branch computes after its last product.
+Products and attention read and return 16 bits as before, so that weights, RoPE, attention and KV cache do not change.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from lockstep.export.flow import Flow
 from lockstep.export.markers import DOMAIN
 from lockstep.onnx_tools.overflow import PRODUCTS
 from lockstep.onnx_tools.toolkit import constant, node_of
+from lockstep.onnx_tools.values import dtype_of
 
 _WIDE = ir.DataType.FLOAT
-_HALF = ir.DataType.FLOAT16
 
 
 def widen_residual(graph: ir.Graph, weights: Collection[str]) -> None:
@@ -37,6 +38,7 @@ class _Widening:
 
     def run(self) -> None:
         (hidden,) = [value for value in (*self.graph.inputs, *self.graph.outputs) if value.name == "hidden"]
+        self._narrow = dtype_of(hidden)
         maker = hidden.producer()
         if maker is not None and self._stays_narrow(maker):  # an embedding that is a row of its table
             self.graph.outputs[0] = self._cast(hidden, _WIDE)
@@ -54,12 +56,12 @@ class _Widening:
         self._drop_idle_casts()
 
     def _stays_narrow(self, node: ir.Node) -> bool:
-        """Return whether a node stays in float16: a product, an attention, or rows of a table."""
+        """Return whether a node stays in 16 bits: a product, an attention, or rows of a table."""
         is_lookup = node.op_type.startswith("Gather") and node.inputs[0] not in self.flow.tokens
         return node.op_type in PRODUCTS or node.domain == DOMAIN or is_lookup
 
     def _wide_values(self, hidden: ir.Value) -> set[ir.Value]:
-        """Return all values that are linked to `hidden` by nodes that do not stay in float16, in both directions."""
+        """Return all values that are linked to `hidden` by nodes that do not stay in 16 bits, in both directions."""
         wide: set[ir.Value] = set()
         stack: list[ir.Value] = [hidden]
         while stack:
@@ -69,12 +71,12 @@ class _Widening:
             wide.add(value)
             for reader in value.consumers():
                 if not self._stays_narrow(reader):
-                    stack += [output for output in reader.outputs if output.dtype == _HALF]
+                    stack += [output for output in reader.outputs if output.dtype == self._narrow]
             maker = value.producer()
             if maker is None:
                 continue
             for operand in maker.inputs:
-                if operand is not None and operand.dtype == _HALF and operand in self.flow.tokens:
+                if operand is not None and operand.dtype == self._narrow and operand in self.flow.tokens:
                     before = operand.producer()
                     if before is not None and not self._stays_narrow(before):
                         stack.append(operand)
@@ -86,8 +88,8 @@ class _Widening:
             if value is None:
                 continue
             if is_narrow and value in wide:
-                node.replace_input_with(index, self._cast(value, _HALF))
-            elif not is_narrow and value not in wide and value.dtype == _HALF:
+                node.replace_input_with(index, self._cast(value, self._narrow))
+            elif not is_narrow and value not in wide and value.dtype == self._narrow:
                 node.replace_input_with(index, self._cast(value, _WIDE))
 
     def _cast(self, value: ir.Value, dtype: ir.DataType) -> ir.Value:

@@ -85,6 +85,7 @@ def export(
     group_size: int | None = None,
     residual: str | None = None,
     head_bits: int | None = None,
+    activations: str | None = None,
     kv_cache_dtype: str | None = None,
 ) -> Path:
     """Export the model of the manifest `checkpoint` at `precision`.
@@ -92,8 +93,9 @@ def export(
     out: the path of assembly.json, which is returned; graphs are written to its folder. tensor_parallel: number of
     ranks. adapters: arguments of `lora.with_adapters`, for graphs that take adapters. group_size: numbers that share a
     scale in quantised precisions; None: 32, or the checkpoint's. residual: "float32" keeps the residual stream of a
-    fp16 model in float32. head_bits: of the output head in quantised precisions, 4 or 8; None: 8. kv_cache_dtype: "fp8"
-    for a KV cache of e4m3 numbers; no graph depends on it.
+    model of 16 bits in float32. head_bits: of the output head in quantised precisions, 4 or 8; None: 8. activations:
+    "bfloat16" for engines of quantised weights that compute in it. kv_cache_dtype: "fp8" for a KV cache of e4m3
+    numbers; no graph depends on it.
 
     Raises InputError for a model that cannot be split, with the reason, and for a quantised checkpoint of other bits or
     groups.
@@ -114,7 +116,7 @@ def export(
         group_size = quantized.group_size
     size = group_size or GROUP_SIZE
     files, assembly = graphs_of(
-        config, precision, folder, tensor_parallel, adapters, size, quantized, residual, head_bits
+        config, precision, folder, tensor_parallel, adapters, size, quantized, residual, head_bits, activations
     )
     template = read_chat_template(folder)
     files["tokenizer.json"] = tokenizer.data or (folder / "tokenizer.json").read_bytes()
@@ -174,6 +176,7 @@ def graphs_of(
     quantized: QuantizedTensors | None = None,
     residual: str | None = None,
     head_bits: int | None = None,
+    activations: str | None = None,
 ) -> tuple[dict[str, bytes], Assembly]:
     """Return {name: graph file} of a model in a precision, and the assembly without tokenizer and stop ids.
 
@@ -188,15 +191,15 @@ def graphs_of(
         check_tensors(meta, replace(tensors, tensors=unpacked_places(tensors.tensors, packed)), folder)
         if is_fp8(precision) and quantized is None and packed:
             quantized = QuantizedTensors(ROW, dict.fromkeys(packed, 8))
-    if residual is not None and precision != "fp16":
-        raise InputError(f"residual: expected none in {precision}, found {residual}; it is for fp16")
+    if residual is not None and precision not in ("fp16", "bf16"):
+        raise InputError(f"residual: expected none in {precision}, found {residual}; it is for fp16 and bf16")
     files, assembly = assemble(meta, config, base, tensor_parallel=tensor_parallel, residual=residual)
     # Before adapters and quantised weights, which transformers' model does not have.
     check_parity(config, meta, files, assembly, assemble)
     if adapters:
         files, assembly = with_adapters(files, assembly, adapters, linear_layers(meta))
     if precision in QUANTIZATIONS:
-        return quantize(files, assembly, precision, group_size, quantized, head_bits or HEAD_BITS)
+        return quantize(files, assembly, precision, group_size, quantized, head_bits or HEAD_BITS, activations)
     return files, assembly
 
 

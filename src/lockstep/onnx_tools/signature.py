@@ -9,6 +9,13 @@ import onnx
 from lockstep.artifacts.dtypes import onnx_dtype
 from lockstep.artifacts.signature import IO, Signature
 
+ACTIVATIONS = "activations"  # the key under which a quantised graph names their type in engines of 16 bits
+
+
+def declared_activations(model: onnx.ModelProto) -> str | None:
+    """Return the type of activations that a quantised graph asks for; None: the backend's."""
+    return next((entry.value for entry in model.metadata_props if entry.key == ACTIVATIONS), None)
+
 
 def signature_of(graph: onnx.GraphProto, slots: Collection[str] = ()) -> Signature:
     """Return the graph's inputs other than constants, its outputs, and the inputs that `slots` names."""

@@ -45,7 +45,7 @@ def open_network(
     Raises InputError for a layer count that the model does not have, or a tensor that the weights lack or hold in
     another shape.
     """
-    assembly = _as_run(engines)
+    assembly = with_activations(engines.assembly, engines.backend.activations)
     weights = Weights.open(weights_json)
     count = layer_count(assembly, layers)
     ranks = assembly.tensor_parallel
@@ -87,11 +87,6 @@ def open_network(
     network = _network(assembly, chosen, bound, mixers)
     weights.drop_pages()  # engines have copies, or map the files themselves
     return network
-
-
-def _as_run(engines: EngineSet) -> Assembly:
-    dtype = engines.backend.activations
-    return with_activations(engines.assembly, dtype) if dtype else engines.assembly
 
 
 def _network(
@@ -145,7 +140,7 @@ def adapted_modules(assembly: Assembly) -> set[str]:
 def _network_of_rank(
     engines: EngineSet, weights: Weights, chosen: Sequence[Layer], ranks: TensorParallel, rank: int
 ) -> Network:
-    assembly = _as_run(engines)
+    assembly = with_activations(engines.assembly, engines.backend.activations)
     load = functools.partial(engines.load, rank=rank)
     programs = {name: load(name) for name in sorted(engine_blocks(assembly))}
 

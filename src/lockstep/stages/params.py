@@ -74,7 +74,11 @@ def head_bits(config: Config, model: str, precision: str) -> Value:
 
 
 def residual(config: Config, model: str, precision: str) -> Value:
-    return config.models[model].residual if precision == "fp16" else None
+    return config.models[model].residual if precision in ("fp16", "bf16") else None
+
+
+def activations(config: Config, model: str, precision: str) -> Value:
+    return config.models[model].activations if is_quantized(precision) else None
 
 
 def kv_cache_dtype(config: Config, model: str) -> Value:

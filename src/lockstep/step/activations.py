@@ -13,14 +13,18 @@ _Mixer = TypeVar("_Mixer", AttentionVariant, StateMixer)
 _NEVER_CAST = ("past_state", "state", "hidden")  # keys
 
 
-def with_activations(assembly: Assembly, dtype: str) -> Assembly:
-    """Return the assembly with the float32 inputs and outputs of all graphs as `dtype`.
+def with_activations(assembly: Assembly, dtype: str | None) -> Assembly:
+    """Return the assembly with the float32 inputs and outputs of all graphs as `dtype`, its backend's; None: unchanged.
 
     Weights, states and hidden states keep their type. An assembly of 16 bits keeps its own dtype, which its float32
-    inputs and outputs get too.
+    inputs and outputs get too; one of quantised weights may say its own `activations`, one of fp32 is unchanged.
     """
+    if dtype is None or (assembly.dtype == "float32" and assembly.quantization is None):
+        return assembly
     if assembly.dtype != "float32":
         dtype = assembly.dtype
+    elif assembly.activations is not None:
+        dtype = assembly.activations
 
     def cast_io(io: IO) -> IO:
         if io.dtype != "float32" or io.key in _NEVER_CAST:

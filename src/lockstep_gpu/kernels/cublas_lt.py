@@ -45,10 +45,10 @@ class _HeuristicResult(ctypes.Structure):
 class CublasLt:
     """cuBLASLt on the current device, by algorithms that need no workspace.
 
-    dtype: of weights, rows and outputs. e4m3 has a scale per output and per row, and outputs are fp16.
+    dtype: of weights, rows and outputs. e4m3 has a scale per output and per row, and outputs of `out_dtype`.
     """
 
-    def __init__(self, dtype: np.dtype) -> None:
+    def __init__(self, dtype: np.dtype, out_dtype: np.dtype | None = None) -> None:
         self._library = require_cublas()
         self._handle = ctypes.c_void_p()
         status = self._library.cublasLtCreate(ctypes.byref(self._handle))
@@ -61,7 +61,7 @@ class CublasLt:
         self._dtype = dtype.name
         self._type = _TYPES[dtype.name]
         self._fp8 = dtype.name == "float8_e4m3fn"
-        self._out_type = _TYPES["float16"] if self._fp8 else self._type
+        self._out_type = _TYPES[(out_dtype or dtype).name]
         # Of e4m3 any addresses of scales will do to ask for algorithms.
         self._product = self._description(self._handle.value or 0, self._handle.value or 0)
         self._preference = self._create("cublasLtMatmulPreferenceCreate")

@@ -1,4 +1,4 @@
-// Rows of fp16 as e4m3: codes are the numbers over the row's step, its largest magnitude over 448, to nearest, ties to
+// Rows of KIND as e4m3: codes are the numbers over the row's step, its largest magnitude over 448, to nearest, ties to
 // even. The step of a row of zeros is TINY; NaN and infinity become NaN.
 #pragma once
 #include "numbers.cuh"

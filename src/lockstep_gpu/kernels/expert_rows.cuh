@@ -31,8 +31,9 @@ __device__ __forceinline__ int place_of(int row, int piece) {
     return row * BYTES + ((piece & ~7) | ((piece ^ row) & 7)) * 16;
 }
 
-// What warps have accumulated, [TILES][PARTS] of 16 outputs and 8 rows, to the rows of `out`, 16 bytes at a time.
-template <int TILES, int PARTS, int OUTS, int BLOCK>
+// What warps have accumulated, [TILES][PARTS] of 16 outputs and 8 rows, to the rows of `out`, 16 bytes at a time. DENSE:
+// to the first rows, not to those of `order`.
+template <int TILES, int PARTS, int OUTS, int BLOCK, bool DENSE = false>
 __device__ __forceinline__ void store(float (*sums)[PARTS][4], int across, int beside, bool has_some,
                                       unsigned short* out, const int* order, int count, int out_features, int most) {
     constexpr int WIDE = OUTS + 8;  // numbers from row to row of the results
@@ -51,7 +52,7 @@ __device__ __forceinline__ void store(float (*sums)[PARTS][4], int across, int b
     for (int n = threadIdx.x; n < count * (OUTS / 8); n += BLOCK) {
         int row = n / (OUTS / 8), output = n % (OUTS / 8) * 8;
         if (output < most)
-            *(Words4*)(out + (long long)order[row] * out_features + output) =
+            *(Words4*)(out + (long long)(DENSE ? row : order[row]) * out_features + output) =
                 *(const Words4*)(results + row * WIDE + output);
     }
 }

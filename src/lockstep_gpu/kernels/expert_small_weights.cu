@@ -8,6 +8,9 @@
 // 32 columns at a time are two of mma.m16n8k16: which lane holds which column is free in a sum, as long as both factors
 // agree, so each has eight that lie beside each other. The columns of a group are accumulated as they are stored, and
 // the sum is multiplied with the group's scale, in fp32: a row has the same bits whatever the size of tiles.
+//
+// DENSE: products of all rows with one weight of integers, in bf16, which has all integers of 8 bits, but no products of
+// them with a scale.
 #include "expert_rows.cuh"
 
 #define E2M1 0
@@ -17,6 +20,11 @@ __device__ __forceinline__ u32 sub2(u32 a, u32 b) {
     asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
     return r;
 }
+__device__ __forceinline__ u32 sum2(u32 a, u32 b) {  // of bf16, by an instruction that all GPUs of this library have
+    u32 r;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(0x3f803f80u), "r"(b));
+    return r;
+}
 __device__ __forceinline__ float of_bits(u32 bits) { return __uint_as_float(bits); }
 #endif
 
@@ -24,22 +32,31 @@ __device__ __forceinline__ float of_bits(u32 bits) { return __uint_as_float(bits
 // has all integers, and fp16 all numbers of e2m1 times 2^-14.
 template <int FORM>
 __device__ __forceinline__ void unpack(const u32* words, u32* pairs) {
-#if KIND == 2  // bf16 has e2m1's numbers themselves, by a table of high and of low bytes; integers come with fp16 alone
-    u32 bytes[2][2];
+#if KIND == 2
+    if constexpr (FORM != E2M1) {  // 128 + q of 7 bits: its difference to 128 or 256 (8 bits), or to 136, is exact
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        u32 codes = words[0] >> i * 16 & 0x7777u;
-        bytes[i][0] = __byte_perm(0xc0800000u, 0xc0804000u, codes);
-        bytes[i][1] = __byte_perm(0x3f3f3f00u, 0x40404040u, codes);
-    }
+        for (int i = 0; i < 4; i++) {
+            u32 word = FORM == 8 ? words[i / 2] >> i % 2 * 16 : words[0] >> i * 4;
+            if (FORM == 8) word = (word & 0xff) | (word & 0xff00) << 8;
+            if (FORM == 8) pairs[i] = sum2((word & 0x007f007fu) | 0x43004300u, (word & 0x00800080u) ^ 0xc380c380u);
+            else pairs[i] = sum2((word & 0x000f000fu) | 0x43004300u, 0xc308c308u);
+        }
+    } else {
+        u32 bytes[2][2];  // of e2m1's numbers, which bf16 has: by a table of high and of low bytes
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        u32 order = i * 0x1111u + 0x4040u, low = __byte_perm(bytes[0][0], bytes[0][1], order),
-            high = __byte_perm(bytes[1][0], bytes[1][1], order);
-        pairs[i] = __byte_perm(low, high, 0x5410u) | (words[0] >> i * 4 & 0x00080008u) << 12;
+        for (int i = 0; i < 2; i++) {
+            u32 codes = words[0] >> i * 16 & 0x7777u;
+            bytes[i][0] = __byte_perm(0xc0800000u, 0xc0804000u, codes);
+            bytes[i][1] = __byte_perm(0x3f3f3f00u, 0x40404040u, codes);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            u32 order = i * 0x1111u + 0x4040u, low = __byte_perm(bytes[0][0], bytes[0][1], order),
+                high = __byte_perm(bytes[1][0], bytes[1][1], order);
+            pairs[i] = __byte_perm(low, high, 0x5410u) | (words[0] >> i * 4 & 0x00080008u) << 12;
+        }
     }
-    return;
-#endif
+#else
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         u32 word = FORM == 8 ? words[i / 2] >> i % 2 * 16 : words[0] >> i * 4;
@@ -47,6 +64,7 @@ __device__ __forceinline__ void unpack(const u32* words, u32* pairs) {
         else if (FORM == 4) pairs[i] = sub2((word & 0x000f000fu) | 0x64006400u, 0x64086408u);
         else pairs[i] = (word & 0x00070007u) << 9 | (word & 0x00080008u) << 12;
     }
+#endif
 }
 template <int FORM>
 __device__ __forceinline__ float factor(const void* scales, long long at) {
@@ -54,10 +72,11 @@ __device__ __forceinline__ float factor(const void* scales, long long at) {
     return number_of_half(((const unsigned short*)scales)[at]) * 0.00390625f;
 }
 
-template <int FORM, int ROWS, int OUTS, int COLUMNS, int DEPTH, int ACROSS, int BESIDE, int BLOCK>
+template <int FORM, int ROWS, int OUTS, int COLUMNS, int DEPTH, int ACROSS, int BESIDE, int BLOCK, bool DENSE = false>
 __device__ __forceinline__ void small_experts(const unsigned char* weight, const void* scales, const unsigned short* x,
                                               unsigned short* out, const int* order, const Tile* tiles, int sharing,
-                                              int out_features, int in_features, int group_size, int out_blocks) {
+                                              int out_features, int in_features, int group_size, int out_blocks,
+                                              int dense_rows = 0) {
     constexpr int BITS = FORM == 8 ? 8 : 4, WORDS = BITS / 4, ROW_BYTES = COLUMNS * 2,
                   WEIGHT_BYTES = COLUMNS * BITS / 8;
     constexpr int WEIGHT = OUTS * WEIGHT_BYTES, STAGE = WEIGHT + ROWS * ROW_BYTES;
@@ -70,7 +89,13 @@ __device__ __forceinline__ void small_experts(const unsigned char* weight, const
         groups = in_features / group_size;
     next_may_start();
     wait_for_previous();
-    Tile tile = tiles[blockIdx.x / out_blocks];
+    Tile tile;
+    if (DENSE) {
+        int before = blockIdx.x / out_blocks * ROWS;
+        x += (long long)before * in_features;
+        out += (long long)before * out_features;
+        tile = {0, 0, min(ROWS, dense_rows - before), 0};
+    } else tile = tiles[blockIdx.x / out_blocks];
     if (!tile.count) return;
     u32 base = shared_memory();
     long long rows_before = (long long)tile.expert * out_features;
@@ -78,7 +103,7 @@ __device__ __forceinline__ void small_experts(const unsigned char* weight, const
 #pragma unroll
     for (int i = 0; i < ROW_LOADS; i++) {
         int row = (i * BLOCK + tid) / ROW_PIECES;
-        from[i] = row < tile.count ? x + (long long)(order[tile.first + row] / sharing) * in_features : nullptr;
+        from[i] = row < tile.count ? x + (long long)(DENSE ? row : order[tile.first + row] / sharing) * in_features : nullptr;
     }
     auto load = [&](int step) {
         u32 to = base + step % DEPTH * STAGE;
@@ -155,8 +180,8 @@ __device__ __forceinline__ void small_experts(const unsigned char* weight, const
                 }
         }
     }
-    store<TILES, PARTS, OUTS, BLOCK>(sums, across, beside, beside < BESIDE, out + first, order + tile.first, tile.count,
-                                     out_features, out_features - first);
+    store<TILES, PARTS, OUTS, BLOCK, DENSE>(sums, across, beside, beside < BESIDE, out + first, order + tile.first,
+                                            tile.count, out_features, out_features - first);
 }
 
 #define EXPERTS(NAME, FORM, ROWS, OUTS, COLUMNS, DEPTH, ACROSS, BESIDE, BLOCK) \
@@ -177,3 +202,19 @@ EXPERTS(small_4_64, 4, 64, 128, 128, 3, 4, 2, 256)
 EXPERTS(e2m1_8, E2M1, 8, 32, 256, 4, 2, 1, 128)
 EXPERTS(e2m1_16, E2M1, 16, 32, 256, 4, 2, 2, 128)
 EXPERTS(e2m1_64, E2M1, 64, 128, 128, 3, 4, 2, 256)
+
+#if KIND == 2
+#define PRODUCTS(NAME, FORM, ROWS, OUTS, COLUMNS, DEPTH, ACROSS, BESIDE, BLOCK) \
+    extern "C" __global__ void __launch_bounds__(BLOCK) \
+        NAME(const unsigned char* weight, const void* scales, const unsigned short* x, unsigned short* out, \
+             int out_features, int in_features, int group_size, int out_blocks, int rows) { \
+        small_experts<FORM, ROWS, OUTS, COLUMNS, DEPTH, ACROSS, BESIDE, BLOCK, true>( \
+            weight, scales, x, out, nullptr, nullptr, 1, out_features, in_features, group_size, out_blocks, rows); \
+    }
+PRODUCTS(dense_8_8, 8, 8, 32, 256, 4, 2, 1, 128)
+PRODUCTS(dense_8_16, 8, 16, 32, 256, 4, 2, 2, 128)
+PRODUCTS(dense_8_64, 8, 64, 128, 128, 3, 4, 2, 256)
+PRODUCTS(dense_4_8, 4, 8, 32, 256, 4, 2, 1, 128)
+PRODUCTS(dense_4_16, 4, 16, 32, 256, 4, 2, 2, 128)
+PRODUCTS(dense_4_64, 4, 64, 128, 128, 3, 4, 2, 256)
+#endif

@@ -1,4 +1,4 @@
-"""GEMM of e4m3 weights with a scale per output, and fp16 rows, which are quantized to e4m3 with a scale per row.
+"""GEMM of e4m3 weights with a scale per output, and rows of 16 bits, which are quantized to e4m3 with a scale per row.
 
 A kernel quantizes the rows, or the kernel that computes them does (row_kernels.py). Up to 8 rows are multiplied by a
 kernel that reads each byte of a weight once (fp8_products.cu), up to 128 by a tiled kernel (fp8_wgmma.cu), more by
@@ -33,6 +33,7 @@ from lockstep_gpu.kernels.gemm import (
     size_for,
 )
 from lockstep_gpu.kernels.library import including
+from lockstep_gpu.kernels.numbers import kind_options
 
 _E4M3 = named_dtype("float8_e4m3fn")
 _TILE_THREADS = 288  # as in fp8_wgmma.cu
@@ -54,13 +55,14 @@ Rows = tuple[cuda.Array, cuda.Array]  # codes uint8 [rows, in_features], steps f
 class Fp8Gemm:
     """Products with e4m3 weights on a stream."""
 
-    def __init__(self, stream: cuda.Stream):
+    def __init__(self, stream: cuda.Stream, dtype: np.dtype):
+        """dtype: of rows and outputs, fp16 or bf16."""
         device = cuda.current_device()
         self._stream = stream
-        self._shapes = _shapes(device)
+        self._shapes = _shapes(device, dtype)
         self._hopper = cuda.is_hopper(device)
         files = ("fp8_products.cu", "fp8_wgmma.cu") if self._hopper else ("fp8_products.cu",)
-        self._module = cuda.compile_kernels(including(*files))
+        self._module = cuda.compile_kernels(including(*files), kind_options(dtype.name))
         self._quantized_rows: dict[int, Rows] = {}  # by their columns
 
     def bind(
@@ -200,8 +202,8 @@ class _Product:
 
 
 @functools.cache
-def _shapes(device: int) -> _Shapes:
-    return _Shapes()
+def _shapes(device: int, dtype: np.dtype) -> _Shapes:
+    return _Shapes(dtype)
 
 
 class _Shapes:
@@ -210,10 +212,11 @@ class _Shapes:
     library: None if it doesn't support e4m3 with a scale per row.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: np.dtype) -> None:
+        self._dtype = dtype
         self.library: CublasLt | None = None
         with contextlib.suppress(CheckError):
-            self.library = CublasLt(_E4M3)
+            self.library = CublasLt(_E4M3, dtype)
         self._chosen: dict[tuple[int, int], Mapping[int, Sequence[Algorithm]]] = {}
 
     def __getitem__(self, shape: tuple[int, int]) -> Mapping[int, Sequence[Algorithm]]:
@@ -225,9 +228,8 @@ class _Shapes:
                 self._chosen[shape] = self._choose(self.library, *shape)
         return self._chosen[shape]
 
-    @staticmethod
-    def _choose(library: CublasLt, out_features: int, in_features: int) -> Mapping[int, Sequence[Algorithm]]:
-        trial = Trial(out_features, in_features, TIMED, _E4M3, np.dtype(np.float16))
+    def _choose(self, library: CublasLt, out_features: int, in_features: int) -> Mapping[int, Sequence[Algorithm]]:
+        trial = Trial(out_features, in_features, TIMED, _E4M3, self._dtype)
         scales = cuda.empty((out_features,), "f4")
         steps = cuda.empty((TIMED,), "f4")
         for array in (scales, steps):

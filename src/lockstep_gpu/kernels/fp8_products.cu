@@ -7,6 +7,7 @@
 // halves of an instruction, of weights and activations alike. A warp has four sums in fp32 of an output, of every
 // fourth 16 columns, so that no instruction waits for the one before; up to eight rows two warps have half of a stage
 // each. Sums are multiplied with the row's step, then with the output's scale.
+#define FACTORS "f16"
 #include "e4m3.cuh"
 #include "tensor_cores.cuh"
 

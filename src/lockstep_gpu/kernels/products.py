@@ -1,14 +1,16 @@
 """GEMMs of activations and weights on a device, and the LoRA terms that adapters add.
 
-Weights of 16 bits go through `gemm.Gemm`, e4m3 weights through `fp8_gemm.Fp8Gemm`. Up to 32 rows are multiplied with an
-integer weight by a kernel that reads it as it is stored (small_weights.cu), 16 rows at a time. For more rows, and for
-shapes that the kernel doesn't support, the weight is dequantized to fp16 and multiplied by `Gemm`; all weights share
-the memory for that.
+Weights of 16 bits go through `gemm.Gemm`, e4m3 weights through `fp8_gemm.Fp8Gemm`. Up to 32 rows of fp16 are multiplied
+with an integer weight by a kernel that reads it as it is stored (small_weights.cu), 16 rows at a time; any number of
+rows of bf16 by that of experts (expert_small_weights.cu), with the same bits in any company. For more rows of fp16, and
+for shapes that the kernels don't support, the weight is dequantized to 16 bits and multiplied by `Gemm`; all weights
+share the memory for that.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,8 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from lockstep_gpu import cuda
+from lockstep_gpu.kernels.expert_products import TILES, Tile
 from lockstep_gpu.kernels.fp8_gemm import Fp8Gemm, Rows
-from lockstep_gpu.kernels.gemm import MAX_OUTPUTS, Gemm, output_arguments, size_for
+from lockstep_gpu.kernels.gemm import ALIGNED, MAX_OUTPUTS, Gemm, output_arguments, size_for
 from lockstep_gpu.kernels.library import including
 from lockstep_gpu.kernels.numbers import kind_options
 
@@ -31,6 +34,7 @@ _TILES = {
     (4, 8): ((32, 16), (64, 8), (64, 8)),
     (4, 16): ((32, 16), (32, 4), (64, 4)),
 }
+_BF16_COLUMNS = 32  # that the kernel of bf16 takes at once, all of one group
 _DEQUANTIZE_THREADS = 256
 _EXPAND_THREADS = 256  # as in lora_expand.cu
 _ROWS_TOGETHER = 8  # rows of a block if there are at least _MANY_ROWS: neighbours mostly have the same adapter
@@ -94,14 +98,15 @@ class Products:
     """GEMMs on one stream, and the scratch memory that they share, because they run one after another."""
 
     def __init__(self, stream: cuda.Stream, dtype: np.dtype):
-        """Compile the kernels; dtype: of activations, fp16 or bf16. Those of quantized weights are fp16."""
+        """Compile the kernels; dtype: of activations, fp16 or bf16."""
         self._stream = stream
+        self._dtype = dtype
         self._options = kind_options(dtype.name)
-        self._small = functools.cache(lambda: cuda.compile_kernels(including("small_weights.cu")))
+        self._small = functools.cache(lambda: cuda.compile_kernels(including("small_weights.cu"), self._options))
         self._gemm = Gemm(stream, dtype)
-        self._fp8 = functools.cache(lambda: Fp8Gemm(stream))  # not every GPU supports it
-        # Buffers for a weight as fp16: the last is the largest; captured graphs may use the others.
-        self._scratch = [cuda.empty((1,), "f2")]
+        self._fp8 = functools.cache(lambda: Fp8Gemm(stream, dtype))  # not every GPU supports it
+        # Buffers for a dequantized weight: the last is the largest; captured graphs may use the others.
+        self._scratch = [cuda.empty((1,), dtype)]
         self._scratch_size = 1  # of the largest weight that is bound
 
     def bind(
@@ -121,8 +126,12 @@ class Products:
         if not weight.group_size:
             assert weight.scales is not None  # quantised
             return self._fp8().bind(weight.data, weight.scales, x, outs, rows)
+        is_bf16 = self._dtype.name == "bfloat16"
+        is_aligned = not any(size % ALIGNED for size in weight.out_features)
+        if is_bf16 and is_aligned and weight.group_size % _BF16_COLUMNS == 0:
+            return self._bf16_calls(weight, x, outs)
         self._scratch_size = max(self._scratch_size, sum(weight.out_features) * weight.in_features)
-        kernel_rows = MAX_KERNEL_ROWS if weight.fits_kernel else 0
+        kernel_rows = MAX_KERNEL_ROWS if weight.fits_kernel and not is_bf16 else 0
         kernel_launch = functools.cache(functools.partial(self._kernel_launch, weight, x, outs))
         # At its first call: by then all weights are bound, so the scratch memory has its final size.
         dequantized = functools.cache(functools.partial(self._dequantized, weight, x, outs))
@@ -154,14 +163,42 @@ class Products:
         )  # fmt: skip
         return cuda.Launch(kernel, self._stream, 32 * warps, *arguments, overlaps=True), -(-total // outputs)
 
+    def _bf16_calls(self, weight: SmallWeight, x: cuda.Array, outs: Sequence[cuda.Array]) -> Multiplier:
+        """Return a call of the kernel that multiplies rows of bf16 with integers, and sums of groups with scales."""
+        assert weight.scales is not None  # quantized
+        module = cuda.compile_kernels(including("expert_small_weights.cu"), self._options)
+        ends = [0, *itertools.accumulate(weight.out_features)]
+        parts = [(weight.data[low:high], weight.scales[low:high], out) for low, high, out in zip(ends, ends[1:], outs)]
+
+        @functools.cache
+        def launches(tile: Tile) -> list[tuple[cuda.Launch, int]]:
+            kernel = module[f"dense_{weight.bits}_{tile.rows}"]
+            nbytes = tile.shared(weight.bits)
+            calls = []
+            for data, scales, out in parts:
+                blocks = -(-data.shape[0] // tile.outputs)
+                arguments: tuple[cuda.Array | int, ...] = (
+                    data, scales, x, out, data.shape[0], weight.in_features, weight.group_size, blocks, 0,
+                )  # fmt: skip
+                launch = cuda.Launch(kernel, self._stream, tile.threads, *arguments, overlaps=True, shared=nbytes)
+                calls.append((launch, blocks))
+            return calls
+
+        def multiply(rows: int) -> None:
+            tile = next((tile for tile in TILES[:2] if rows <= tile.rows), TILES[2])  # all have the same bits
+            for launch, blocks in launches(tile):
+                launch(blocks * -(-rows // tile.rows), rows)
+
+        return multiply
+
     def _dequantized(self, weight: SmallWeight, x: cuda.Array, outs: Sequence[cuda.Array]) -> Multiplier:
-        """Return a call that dequantizes a weight to fp16 and multiplies with it."""
+        """Return a call that dequantizes a weight to 16 bits and multiplies with it."""
         assert weight.scales is not None  # quantized
         total = sum(weight.out_features)
-        fp16_weight = self._scratch_memory().reshape(total, weight.in_features)
-        product = self._gemm.bind(fp16_weight, x, outs)
+        dequantized_weight = self._scratch_memory().reshape(total, weight.in_features)
+        product = self._gemm.bind(dequantized_weight, x, outs)
         kernel = self._small()[f"dequantize_{weight.bits}"]
-        arguments = weight.data, weight.scales, fp16_weight, weight.in_features, weight.group_size, total
+        arguments = weight.data, weight.scales, dequantized_weight, weight.in_features, weight.group_size, total
         dequantize = cuda.Launch(kernel, self._stream, _DEQUANTIZE_THREADS, *arguments)
         blocks = -(-total * weight.in_features // 8 // _DEQUANTIZE_THREADS)
 
@@ -237,7 +274,7 @@ class Products:
         return run
 
     def _scratch_memory(self) -> cuda.Array:
-        """Return memory for the largest bound weight as fp16."""
+        """Return memory for the largest bound weight in 16 bits."""
         if math.prod(self._scratch[-1].shape) < self._scratch_size:
-            self._scratch.append(cuda.empty((self._scratch_size,), "f2", "a weight as fp16"))
+            self._scratch.append(cuda.empty((self._scratch_size,), self._dtype, "a weight in 16 bits"))
         return self._scratch[-1]

@@ -1,4 +1,4 @@
-// Products of rows of activations with a weight [out_features, in_features] of int8 or int4, and such a weight as fp16.
+// Products of rows of fp16 with a weight [out_features, in_features] of int8 or int4, and such a weight as KIND.
 //
 // Weights are as MatMulNBits has them: uint8 less 128, or four bits less 8, the first of two in the low half of a byte;
 // scales fp16 [out_features, num_groups], 2^8 times as large as they are, so that few are too small for fp16.
@@ -15,6 +15,7 @@
 
 #define UNSCALE 0.00390625f
 
+#if KIND == 1
 #ifndef ON_HOST  // where the test has its own
 __device__ __forceinline__ u32 sub2(u32 a, u32 b) {
     u32 r;
@@ -202,8 +203,9 @@ GEMV(gemv_4_64_8_8, 4, 4, 1, 8, 1, 1, true, 256)
 GEMV(gemv_4_32_16_16, 4, 2, 1, 16, 2, 1, true, 512)
 GEMV(gemv_4_32_4_16, 4, 2, 1, 4, 2, 2, true, 128)
 GEMV(gemv_4_64_4_16, 4, 2, 2, 2, 2, 2, true, 128)
+#endif
 
-// A weight as fp16. A thread has eight numbers of one group.
+// A weight as KIND. A thread has eight numbers of one group.
 template <int BITS>
 __device__ __forceinline__ void dequantize(const unsigned char* weight, const unsigned short* scales, uint4* out,
                                            int in_features, int group_size, long long count) {

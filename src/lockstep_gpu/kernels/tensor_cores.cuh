@@ -7,6 +7,9 @@
 #define STAGES 4
 #define THREADS 128
 #define PIECES 32  // of 16 bytes, in the row of a stage
+#ifndef FACTORS
+#define FACTORS TYPE  // what tensor cores multiply
+#endif
 
 #ifndef ON_HOST  // where the test has its own
 extern __shared__ __align__(128) unsigned char memory[];
@@ -27,7 +30,7 @@ __device__ __forceinline__ void load_matrices(u32 from, u32* r) {
                  : "r"(from));
 }
 __device__ __forceinline__ void mma(float* d, const u32* a, const u32* b) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." FACTORS "." FACTORS
                  ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import subprocess
 import sys
 from collections import UserDict
@@ -18,23 +19,28 @@ import pytest
 from built_family import built_family
 from demo_model import CONFIG, LIMITS
 from families import FAMILIES
-from quantized_models import LIMIT, demo, random_family
+from quantized_models import FAMILY_ASKED, LIMIT, demo, random_family, refer
 
 import fake_gpu
 import lockstep_gpu.compute_capability as driver
+from lockstep import make_random_checkpoint
 from lockstep.artifacts.dtypes import named_dtype
 from lockstep.artifacts.files import read_json, write_bytes
 from lockstep.artifacts.signature import IO
 from lockstep.backends import build
+from lockstep.checkpoint import resolve
 from lockstep.errors import CheckError, InputError
+from lockstep.export import export
 from lockstep.export.quantize import quantize
 from lockstep.onnx_tools.cut_products import CutGraph, cut_products
 from lockstep.onnx_tools.prepare import random_inputs
 from lockstep.onnx_tools.sessions import compute
 from lockstep.runtime import Advance, Engine, Model, Request
 from lockstep.targets import Limits, Results, Target
+from lockstep.tolerances import Tolerances
 from lockstep.verify import compare
 from lockstep.verify.golden.check import check_engines
+from lockstep.weights import convert
 from lockstep_gpu import libraries
 from lockstep_gpu.backends.cuda import compiler
 from lockstep_gpu.backends.cuda.backend import CudaBackend
@@ -57,10 +63,12 @@ def built(results: Results, precision: str, folder: Path, limits: Limits = LIMIT
     return build(results.assembly(model, precision), "cuda", folder / "engines" / "engines.json", options)
 
 
-def checked(results: Results, precision: str, layers: int | str, engines: Path, limits: Limits, out: Path):
+def checked(
+    results: Results, precision: str, layers: int | str, engines: Path, limits: Limits, out: Path, allowed=TOLERANCE
+):
     check_engines(
         results.assembly("model", precision), results.weights("model", precision), engines,
-        results.quantized_reference("model", precision, layers), Target("model", precision, layers, "cuda"), TOLERANCE,
+        results.quantized_reference("model", precision, layers), Target("model", precision, layers, "cuda"), allowed,
         limits, out / "golden.json", out / "speed.json",
     )  # fmt: skip
     return read_json(out / "golden.json")
@@ -410,3 +418,29 @@ def test_trials_of_products_tell_orders_of_a_sum_apart(gpu, columns, dtype):
     shared = accumulated(order[order // 16 % 2 == 0]) + accumulated(order[order // 16 % 2 == 1])
     of_both = (sums.astype(named_dtype(dtype)) for sums in (accumulated(order), shared))
     assert np.mean(np.not_equal(*of_both)) > 0.05
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("precision, group", [("w8a16", 32), ("w4a16", 16), ("w8a8-fp8", 32)])
+def test_quantised_weights_with_activations_in_bf16(shared, gpu, tmp_path, precision, group):
+    """Groups of 32 columns go through the kernel of integers, others are dequantised; the cache is bf16 too."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps({**FAMILIES["llama, llama3 rope"].config, **sizes}))
+    make_random_checkpoint(tmp_path / "config.json", 0, tmp_path / "source")
+    results = Results(tmp_path / "results")
+    checkpoint = results.checkpoint("model")
+    resolve(str(tmp_path / "source"), tmp_path / "source", checkpoint)
+    assembly = results.assembly("model", precision)
+    export(checkpoint, precision, assembly, group_size=group, activations="bfloat16")
+    convert(checkpoint, precision, results.weights("model", precision), assembly)
+    refer(results, precision, 2, FAMILY_ASKED)
+    engines = built(results, precision, tmp_path, LIMIT)
+    assert KernelsFile.load(engines.with_name("middle.kernels")).dtype == "bfloat16"
+    tolerance = Tolerances(precision, "cuda").in_bfloat16
+    report = checked(results, precision, 2, engines, LIMIT, tmp_path, tolerance)
+    assert report["result"] == "pass"
+    pair = assembly, results.weights("model", precision)
+    compared = read_json(compare.run(*pair, engines, tolerance, LIMIT, tmp_path / "compare.json", seconds=8))
+    assert compared["result"] == "pass"
+    with pytest.raises(InputError, match="activations: expected none for backend onnxruntime, found bfloat16; export"):
+        build(assembly, "onnxruntime", tmp_path / "host" / "engines.json")

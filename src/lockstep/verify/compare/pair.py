@@ -36,6 +36,7 @@ from lockstep.onnx_tools.signature import signature_of
 from lockstep.onnx_tools.toolkit import run_passes
 from lockstep.onnx_tools.widened import widened
 from lockstep.progress import steps
+from lockstep.step.activations import with_activations
 from lockstep.step.executable import Executable, run_once
 from lockstep.targets import Limits
 from lockstep.tolerances import ENOUGH, Tolerances
@@ -99,7 +100,8 @@ class Pair:
         self._run_graph = NoisyRun(self._model, self._weights, threads)
         built = engines.tensors(name, tensors)
         self._executable = engines.load(name, threads).bind(source if built else None, built)
-        self._is_narrow = engines.backend.activations is not None and engines.assembly.dtype == "float32"
+        run = with_activations(engines.assembly, engines.backend.activations)
+        self._is_narrow = engines.assembly.dtype == "float32" and run.dtype == "float16"
         self.failures: list[str] = []
 
     def compare(self, tolerance: Tolerances, seconds: float) -> ComparedEngine:

@@ -14,6 +14,7 @@ from typing import Any
 import onnx
 
 from lockstep.artifacts.assembly import Assembly, GraphFile
+from lockstep.artifacts.dtypes import has_8_bit_activations
 from lockstep.artifacts.files import write_bytes
 from lockstep.artifacts.signature import IO
 from lockstep.backends.base import Built, Program
@@ -24,7 +25,7 @@ from lockstep.errors import InputError
 from lockstep.step.activations import with_activations
 from lockstep.targets import Limits
 from lockstep_gpu.attention.variants import why_not_fused
-from lockstep_gpu.backends.cuda.gpu import PRECISIONS, why_not
+from lockstep_gpu.backends.cuda.gpu import MODEL_SETTINGS, PRECISIONS, why_not
 from lockstep_gpu.backends.gpu_backend import (
     PortableGpuBackend,
     build_host_graph,
@@ -47,7 +48,8 @@ class CudaBackend(PortableGpuBackend):
     revision = REVISION
     precisions = PRECISIONS
     activations = "float16"
-    takes_canonical = fp8_kv_cache = True
+    takes_canonical = True
+    model_settings = MODEL_SETTINGS
 
     def __init__(self) -> None:
         self._host = OnnxRuntimeBackend()
@@ -57,8 +59,10 @@ class CudaBackend(PortableGpuBackend):
         return str(REVISION)
 
     def is_batch_invariant(self, assembly: Assembly) -> bool:
-        """Return whether weights have 16 bits: products with quantised ones have another kernel for a small batch."""
-        return assembly.precision in ("fp16", "bf16")
+        """Return whether products have one order for any batch: fp16's with quantised weights have two, fp8's three."""
+        if has_8_bit_activations(assembly.precision):
+            return False
+        return assembly.quantization is None or assembly.activations is not None
 
     def why_not(self) -> str | None:
         return why_not()
@@ -81,13 +85,13 @@ class CudaBackend(PortableGpuBackend):
         if assembly.residual is not None and assembly.tensor_parallel is not None:
             raise InputError(
                 f"backend cuda: residual: expected none for a model split over ranks, found {assembly.residual}; "
-                "use one GPU, bf16, or the backend tensorrt"
+                "use one GPU, or the backend tensorrt"
             )
-        if assembly.kv_cache_dtype is not None and assembly.dtype == "bfloat16":
+        run = with_activations(assembly, self.activations)
+        if assembly.kv_cache_dtype is not None and run.dtype == "bfloat16":
             raise InputError(
                 f"backend cuda: kv_cache_dtype: expected none in bf16, found {assembly.kv_cache_dtype}; take fp16"
             )
-        run = with_activations(assembly, "float16")
         for name, variant in run.variants.items():
             if reason := why_not_fused(variant, run.dtype):
                 raise InputError(

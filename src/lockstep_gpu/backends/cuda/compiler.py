@@ -1,8 +1,8 @@
 """Compile a block: cut its graph at its products, and write a kernel for each piece between them.
 
-In: a graph of float16 or bfloat16, or a float32 graph of quantised products, whose activations become float16; a hidden
-state in float32 stays so (residual.py). Out: the kernels and products. Their results are compared with those of the
-graph first, both in float32 on the CPU.
+In: a graph of float16 or bfloat16, or a float32 graph of quantised products, whose activations become float16, or the
+type that it declares; a hidden state in float32 stays so (residual.py). Out: the kernels and products. Their results
+are compared with those of the graph first, both in float32 on the CPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lockstep.onnx_tools.judge import Bound, measure, peak, wrong
 from lockstep.onnx_tools.prepare import random_inputs
 from lockstep.onnx_tools.products import Experts, Product
 from lockstep.onnx_tools.sessions import compute, open_session
-from lockstep.onnx_tools.signature import signature_of
+from lockstep.onnx_tools.signature import declared_activations, signature_of
 from lockstep.onnx_tools.toolkit import run_passes
 from lockstep.onnx_tools.widened import in_float32, widened
 from lockstep.tolerances import KERNELS
@@ -45,9 +45,7 @@ def compile_block(model: onnx.ModelProto) -> KernelsFile:
     and where the results of kernels and products differ from the graph's.
     """
     name = model.graph.name
-    dtype = "bfloat16"
-    if widened(model) is model:
-        dtype = "float16"
+    dtype = declared_activations(model) or ("float16" if widened(model) is model else "bfloat16")
     # Kernels compute in float32, so the graph that they are generated from and compared with does, too.
     wide = run_passes(in_float32(model), ChosenExperts())
     try:

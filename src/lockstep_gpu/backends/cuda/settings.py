@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lockstep.config.backends import BackendSettings
-from lockstep_gpu.backends.cuda.gpu import PRECISIONS, why_not
+from lockstep_gpu.backends.cuda.gpu import MODEL_SETTINGS, PRECISIONS, why_not
 from lockstep_gpu.compute_capability import total_memory
 
 SETTINGS = BackendSettings(
@@ -14,7 +14,7 @@ SETTINGS = BackendSettings(
     runs_adapters=("fp16", "bf16"),
     zero_points=False,
     mxfp4=True,
-    fp8_kv_cache=True,
+    model_settings=MODEL_SETTINGS,
     gpus=1,
     unpinned=("cuda", "cudnn"),
     cannot_run=lambda options: why_not(),
