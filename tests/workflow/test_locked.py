@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -73,7 +74,7 @@ BEFORE = {
     "a prompt": (edit_prompt, rf"reference {MODEL}/2: golden\.prompts\.004 differs: new, Dark; locked by"),
     "a layer count": (
         lambda demo: demo.edit_config(lambda config: config["models"][MODEL]["layers"].append(3)),
-        rf"reference {MODEL}/3: the terms of this check are not in the lock",
+        rf"validate {MODEL}/fp32/3: the terms of this check are not in the lock",
     ),
     "a tolerance": (
         lambda demo: demo.edit_config(
@@ -95,7 +96,7 @@ BEFORE = {
     ),
     "a limit": (
         lambda demo: demo.edit_config(lambda config: config["limits"].update(max_batch_size=1)),
-        r"\w+ \S+: limits\.max_batch_size differs: 4 -> 1; locked by",
+        r"\w+ \S+: engine_limits\.max_batch_size differs: 4 -> 1; locked by",
     ),
     "no lock": (
         lambda demo: (demo.folder / "locks" / f"{MODEL}.lock.json").unlink(),
@@ -118,7 +119,7 @@ def test_code_that_makes_the_same_bytes_passes(locked: Checkout) -> None:
     before = locked.digests()
     locked.append("src/lockstep/backends/onnxruntime/backend.py", "EDITED = 1\n")
     explained = locked.call("lockstep", "explain", f"{MODEL}/fp32/2").stdout
-    assert "code backends/onnxruntime " in explained
+    assert "code lockstep/backends/onnxruntime " in explained
     jobs = locked.would_run(*LOCKED)
     assert jobs["build"] == 1 and not jobs["export"]
     locked.finish(f"results/{MODEL}/fp32/golden/onnxruntime/2.json", *LOCKED)
@@ -233,14 +234,14 @@ def test_engines_of_the_cache_that_are_not_the_locked_ones_are_built_instead(
 
 def replace_engine(cache: Path, entry: Path) -> None:
     """Another engine under the same build key: whole, and not the one that was locked."""
-    value = read_json(entry)
 
     def put(data: bytes) -> str:
         sha256 = hashlib.sha256(data).hexdigest()
         (cache / "blobs" / sha256).write_bytes(data)
         return sha256
 
-    outputs = value["outputs"]
+    statement = Statement.load(entry)
+    outputs = dict(statement.outputs)
     model = onnx.load(cache / "blobs" / outputs["middle.onnx"])
     model.doc_string = "built elsewhere"
     outputs["middle.onnx"] = put(model.SerializeToString(deterministic=True))
@@ -250,7 +251,7 @@ def replace_engine(cache: Path, entry: Path) -> None:
     write_json(cache / "engines.json", engines)
     outputs["engines.json"] = put((cache / "engines.json").read_bytes())
     (cache / "engines.json").unlink()
-    write_json(entry, value)
+    replace(statement, outputs=outputs).save(entry)
 
 
 def test_engines_of_a_device_that_is_not_locked_are_refused_by_a_run_and_by_verify(locked: Checkout) -> None:
