@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,20 @@ _OWN_BACKENDS = Path(__file__).resolve().parent / "backends"
 @functools.cache
 def entry_points(group: str) -> Mapping[str, importlib.metadata.EntryPoint]:
     """Return the entry points of a group ("backends"), sorted by their names."""
-    registered = importlib.metadata.entry_points(group=f"lockstep.{group}")
+    group = f"lockstep.{group}"
+    registered = [*_of_checkout(group), *importlib.metadata.entry_points(group=group)]
     return {entry.name: entry for entry in sorted(registered, key=lambda entry: entry.name)}
+
+
+def _of_checkout(group: str) -> list[importlib.metadata.EntryPoint]:
+    """Return those of this project's pyproject.toml: Snakemake's environments have the checkout, not installed."""
+    project = Path(__file__).resolve().parents[2] / "pyproject.toml"
+    if sys.version_info < (3, 11) or not project.is_file():  # tomllib came with 3.11
+        return []
+    import tomllib
+
+    names = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["entry-points"].get(group, {})
+    return [importlib.metadata.EntryPoint(name, value, group) for name, value in names.items()]
 
 
 def load_plugin(group: str, name: str) -> Any:

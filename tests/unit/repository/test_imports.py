@@ -164,3 +164,15 @@ def test_what_a_workflow_loads_when_it_starts_is_light() -> None:
         "lockstep.manifests.manifest_files, lockstep.checkpoint.resolve"
     )
     assert not loaded & {"torch", "transformers", "onnx", "onnxruntime", "scipy"}
+
+
+def test_a_checkout_that_is_not_installed_has_all_backends_and_the_server() -> None:
+    """As in Snakemake's environments, which have pinned packages alone."""
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from lockstep.plugins import backend_packages, entry_points\n"
+        "print(*backend_packages(), *entry_points('server'))"
+    )
+    command = [sys.executable, "-S", "-c", code, str(SOURCES)]  # without what is installed
+    names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert names == ["cuda", "onnxruntime", "openvino", "tensorrt", "tensorrt_rtx", "open_server"]
