@@ -16,7 +16,7 @@ from typing import Any
 
 PREFIX = "lockstep: error: "
 NOTE = "lockstep: note: "
-_FEW = 20
+_LONGEST_LIST = 20
 _LONGEST_QUOTE = 120  # characters of a user's file in a message
 _TAIL = 60  # characters that show where a name is no UTF-8
 _AGAIN = 0.02  # seconds after which a signal is sent again
@@ -28,9 +28,9 @@ _ENVIRONMENT_ERRNOS = dict.fromkeys(
 ) | {errno.ENAMETOOLONG: "take a shorter one"}
 
 
-def few(names: Sequence[str], between: str = ", ") -> str:
-    """Return all of a few names for a line; of many the first and how many there are."""
-    if len(names) > _FEW:
+def truncate_list(names: Sequence[str], between: str = ", ") -> str:
+    """Return names for a message: all of them, or of a long list the first three and their number."""
+    if len(names) > _LONGEST_LIST:
         names = [*names[:3], f"... ({len(names)} in all)"]
     return between.join(names)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep.errors import CheckError, few
+from lockstep.errors import CheckError, truncate_list
 from lockstep.weights import Tensors
 from lockstep_gpu import cuda
 from lockstep_gpu.device import Device
@@ -93,7 +93,7 @@ class DeviceWeights:
         size = sum(tensor.size for tensor in tensors)
         fits = size <= math.prod(shape) if room else size == math.prod(shape)
         if not fits or any(tensor.dtype != dtype for tensor in tensors):
-            actual = few([f"{tensor.dtype.name} {list(tensor.shape)}" for tensor in tensors])
+            actual = truncate_list([f"{tensor.dtype.name} {list(tensor.shape)}" for tensor in tensors])
             raise CheckError(
                 f"{where}: expected weights {dtype.name} {list(shape)}, found {actual}; are "
                 f"graphs and weights of one model and precision?"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.artifacts.adapters import CONFIG, WEIGHTS
-from lockstep.errors import few
+from lockstep.errors import truncate_list
 from lockstep_serve.bodies import BadRequest
 from lockstep_serve.frames import Load, Loaded, Ready, Unload
 from lockstep_serve.link import EngineLink
@@ -226,7 +226,7 @@ class Adapters:
 
 def _one_of(names: Sequence[str]) -> str:
     """Return names for an error; the first ones of many."""
-    return f"one of {few(names)}" if len(names) > 1 else few(names)
+    return f"one of {truncate_list(names)}" if len(names) > 1 else truncate_list(names)
 
 
 def _check_name(field: str, name: str) -> None:

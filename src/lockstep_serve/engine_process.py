@@ -112,7 +112,7 @@ def _open(options: EngineOptions, deliver: Callable[[ReadAdapter], None]) -> tup
     scheduler = engine.scheduler
     adapters = {}
     if model.adapters:
-        adapters = {name: adapter.sha256 for name, adapter in model.adapters.known.items()}
+        adapters = {name: adapter.sha256 for name, adapter in model.adapters.loaded.items()}
     ready = Ready(
         identity=root_key(model).hex(),
         backend=model.engines.manifest.backend,

@@ -163,7 +163,7 @@ SCENARIOS: Mapping[str, Scenario] = {
 def adapters(requests: Requests) -> Iterator[np.ndarray]:
     """Fill all adapter slots, and bring requests with each of them together with requests with none."""
     model = requests.model
-    known = requests.model.adapters.known
+    known = requests.model.adapters.loaded
     real = sorted(known)
     names = [f"{real[slot % len(real)]} as {slot}" for slot in range(model.adapters.residency.max_adapters)]
     for slot, name in enumerate(names):

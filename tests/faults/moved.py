@@ -131,7 +131,7 @@ def last_page_is_the_one_before(right):
 # Requests
 
 
-def along(tokens: Iterable[int], new: int, **options) -> Request:
+def teacher_forced(tokens: Iterable[int], new: int, **options) -> Request:
     """A request of a prompt and `new` tokens after it, which are given."""
     tokens = np.asarray(tokens)
     following = iter(tokens[len(tokens) - new :].tolist())
@@ -158,7 +158,7 @@ def swapped(requests: Requests) -> Iterator[np.ndarray]:
     pool = requests.model.tables.pool
     pages = pool.allocate(pool.num_available - 4)
     engine = Engine(requests.model, prefix_caching=False, admission="optimistic", lookahead=1)
-    yield from answers(engine, [along(sequence[:80], 30) for sequence in requests.sequences[:3]])
+    yield from answers(engine, [teacher_forced(sequence[:80], 30) for sequence in requests.sequences[:3]])
     assert engine.scheduler.num_swaps
     pool.release(pages)
 
@@ -166,7 +166,7 @@ def swapped(requests: Requests) -> Iterator[np.ndarray]:
 def reused(requests: Requests) -> Iterator[np.ndarray]:
     """A prompt twice: the second time its first chunk is there."""
     for _ in range(2):
-        yield from answers(Engine(requests.model), [along(requests.sequences[0][:320], 20)])
+        yield from answers(Engine(requests.model), [teacher_forced(requests.sequences[0][:320], 20)])
 
 
 def last_page(requests: Requests) -> Iterator[np.ndarray]:
@@ -174,7 +174,7 @@ def last_page(requests: Requests) -> Iterator[np.ndarray]:
     pool = requests.model.tables.pool
     pages = sorted(pool.allocate(pool.num_available))
     pool.release(pages[-3:])
-    yield from answers(Engine(requests.model, prefix_caching=False), [along(requests.sequences[0][:170], 50)])
+    yield from answers(Engine(requests.model, prefix_caching=False), [teacher_forced(requests.sequences[0][:170], 50)])
     pool.release(pages[:-3])
 
 
@@ -194,11 +194,12 @@ def cancelled(requests: Requests) -> Iterator[np.ndarray]:
 def renamed(requests: Requests) -> Iterator[np.ndarray]:
     """An adapter is removed, and another comes under its name."""
     adapters = requests.model.adapters
-    first, second = (adapters.known[name] for name in sorted(adapters.known)[:2])
+    first, second = (adapters.loaded[name] for name in sorted(adapters.loaded)[:2])
     for adapter in (first, second):
         adapters.add(replace(adapter, name="renamed"))
         yield from answers(
-            Engine(requests.model, prefix_caching=False), [along(requests.sequences[0][:20], 9, adapter="renamed")]
+            Engine(requests.model, prefix_caching=False),
+            [teacher_forced(requests.sequences[0][:20], 9, adapter="renamed")],
         )
         adapters.remove("renamed")
 

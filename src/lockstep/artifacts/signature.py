@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 from lockstep.artifacts.bounds import Name, Size
 from lockstep.artifacts.document import JsonObject, ValidationError, length, one_of
 from lockstep.artifacts.dtypes import PRECISION_NAMES, named_dtype
-from lockstep.errors import CheckError, few
+from lockstep.errors import CheckError, truncate_list
 
 if TYPE_CHECKING:
     import numpy as np
@@ -95,11 +95,11 @@ def check_names(where: str, role: str, declared: Sequence[str], actual: Sequence
     unexpected = sorted(set(actual) - set(declared))
     differences = []
     if missing:
-        differences.append(f"no {few(missing)}")
+        differences.append(f"no {truncate_list(missing)}")
     if unexpected:
-        differences.append(f"unexpected {few(unexpected)}")
+        differences.append(f"unexpected {truncate_list(unexpected)}")
     if differences:
-        message = f"{where}: expected the {role}s {few(declared)}, found {' and '.join(differences)}"
+        message = f"{where}: expected the {role}s {truncate_list(declared)}, found {' and '.join(differences)}"
         raise CheckError("; ".join(filter(None, (message, remedy))))
 
 

@@ -26,7 +26,7 @@ class Adapters:
     """
 
     def __init__(self, assembly: Assembly, slots: LoraSlots, arrays: Sequence[LoraArrays], executor: Executor):
-        self.known: dict[str, LoadedAdapter] = {}
+        self.loaded: dict[str, LoadedAdapter] = {}
         self.residency = Residency(executor.num_slots, slots.max_adapters)
         self._slots = slots
         self.arrays = arrays
@@ -60,17 +60,17 @@ class Adapters:
 
     def add(self, adapter: LoadedAdapter) -> None:
         """Add an adapter. Raises InputError if it does not fit the graphs, or its name is taken."""
-        if adapter.name in self.known:
+        if adapter.name in self.loaded:
             raise InputError(f"adapter {adapter.name!r}: expected one of this name, found another; rename it")
         check_adapter(adapter, self._slots, self._modules, self._dtype)
         self._writer.prepare(adapter)
-        self.known[adapter.name] = adapter
+        self.loaded[adapter.name] = adapter
 
     def remove(self, name: str) -> None:
         """Remove an adapter, which no request uses. Raises InputError for an unknown name."""
         self.check(name)
         self.residency.drop(name)
-        self._writer.forget(self.known.pop(name))
+        self._writer.forget(self.loaded.pop(name))
 
     @property
     def most_bytes(self) -> int:
@@ -80,18 +80,18 @@ class Adapters:
         return 8 * numbers + (1 << 20)
 
     def check(self, name: str | None) -> None:
-        if name is not None and name not in self.known:
-            raise unknown_adapter(name, self.known)
+        if name is not None and name not in self.loaded:
+            raise unknown_adapter(name, self.loaded)
 
     def digest(self, name: str | None) -> str | None:
         """Return the hex sha256 of an adapter's weights and parameters."""
-        return None if name is None else self.known[name].sha256
+        return None if name is None else self.loaded[name].sha256
 
     def load(self) -> None:
         loading = self.residency.loading
         while loading:
             adapter_slot = min(loading)
-            self._writer.write(self.known[loading[adapter_slot]], adapter_slot)
+            self._writer.write(self.loaded[loading[adapter_slot]], adapter_slot)
             del loading[adapter_slot]
 
     @property

@@ -41,7 +41,7 @@ def finite(error: float | None) -> float | None:
     return error
 
 
-def off(error: float | None, bound: float) -> str:
+def describe_error(error: float | None, bound: float) -> str:
     if error is None:
         return "expected finite logits, found NaN or infinity"
     return f"expected a logit error of at most {bound:.3g}, found {error:.3g}"

@@ -11,7 +11,7 @@ import numpy as np
 from lockstep.artifacts.dtypes import graph_dtype
 from lockstep.artifacts.quantized import is_scales
 from lockstep.artifacts.signature import IO
-from lockstep.errors import CheckError, InputError, few
+from lockstep.errors import CheckError, InputError, truncate_list
 from lockstep.weights.reader import Tensors, Weights
 
 
@@ -24,8 +24,8 @@ def check_slots(weights: Weights, slots: Mapping[str, Sequence[str]], specs: Seq
     declared = [spec.name for spec in specs]
     if sorted(declared) != sorted(slots):
         raise InputError(
-            f"{_at(where)}expected tensors for the slots {few(sorted(declared))}, found {few(sorted(slots))}; "
-            "export the model again"
+            f"{_at(where)}expected tensors for the slots {truncate_list(sorted(declared))}, "
+            f"found {truncate_list(sorted(slots))}; export the model again"
         )
     for spec in specs:
         _check_slot(weights, spec, slots[spec.name], where)
@@ -75,7 +75,7 @@ def check_inputs(slots: Collection[str], inputs: Collection[str], where: str) ->
     missing = sorted(set(slots) - set(inputs))
     if missing:
         raise CheckError(
-            f"{where}: expected weight inputs {few(sorted(slots))}, found none for {few(missing)}; "
+            f"{where}: expected weight inputs {truncate_list(sorted(slots))}, found none for {truncate_list(missing)}; "
             "build the engines again"
         )
 
@@ -84,8 +84,8 @@ def check_bound_slots(slots: Collection[str], bound: Collection[str], where: str
     """Check that the slots of an engine are those that weights are bound to. where: its file. Raises CheckError."""
     if set(bound) != set(slots):
         raise CheckError(
-            f"{where}: expected weights for the slots {few(sorted(slots))}, found {few(sorted(bound))}; "
-            "export and build again"
+            f"{where}: expected weights for the slots {truncate_list(sorted(slots))}, "
+            f"found {truncate_list(sorted(bound))}; export and build again"
         )
 
 
@@ -102,7 +102,7 @@ def check_arrays(arrays: Sequence[np.ndarray], shape: Sequence[int], dtype: np.d
     if not fits or any(array.dtype != dtype for array in arrays):
         raise CheckError(
             f"{where}: expected weights {dtype.name} {list(shape)}, found {arrays[0].dtype.name} "
-            f"{few(list(map(str, shapes)))}; are graphs and weights of one model and precision?"
+            f"{truncate_list(list(map(str, shapes)))}; are graphs and weights of one model and precision?"
         )
 
 
@@ -120,7 +120,8 @@ def _refuse(weights: Weights, names: Sequence[str], where: str, expected: str, a
     path = weights.location(names[0])[0]
     owner = f" of {where}" if where else ""
     raise InputError(
-        f"{path}: tensor {few(list(map(repr, names)), ' + ')}{owner}: expected {expected}, found {actual}; {remedy}"
+        f"{path}: tensor {truncate_list(list(map(repr, names)), ' + ')}{owner}: "
+        f"expected {expected}, found {actual}; {remedy}"
     )
 
 

@@ -201,7 +201,7 @@ def test_steps_in_which_no_row_has_an_adapter_run_the_engines_of_the_model_witho
         model.warm_up()
         for again in range(2):
             assert all(map(np.array_equal, logits_of(model, given), expected))
-            if model.adapters is not None and model.adapters.known and not again:
+            if model.adapters is not None and model.adapters.loaded and not again:
                 logits_of(model, requests())
 
 

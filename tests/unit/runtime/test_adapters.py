@@ -125,7 +125,7 @@ def test_a_name_that_comes_to_mean_another_adapter_reuses_nothing(lora: Results)
     engine = Engine(model)
     expected = [output.token for output in engine.run([Request(prompt, 9, adapter="shakespeare")])]
     assert [output.token for output in engine.run([Request(prompt, 9, adapter="captain")])] != expected
-    other = replace(model.adapters.known["shakespeare"], name="captain")
+    other = replace(model.adapters.loaded["shakespeare"], name="captain")
     model.adapters.remove("captain")
     model.adapters.add(other)
     hits = engine.prefix_hits

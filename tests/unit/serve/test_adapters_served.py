@@ -158,5 +158,5 @@ def test_generate_and_files_take_adapters(results: Results, tmp_path: Path) -> N
 def test_a_model_that_is_opened_by_its_targets_name_has_its_adapters(results: Results) -> None:
     model = open_model(f"{TARGET}/onnxruntime", results.root)
     model.set_adapter(0, "captain")
-    assert model.adapters is not None and sorted(model.adapters.known) == ["captain", "shakespeare"]
+    assert model.adapters is not None and sorted(model.adapters.loaded) == ["captain", "shakespeare"]
     assert model.adapters.nbytes > 0 and np.array_equal(model.adapters.adapter_slots[:2], [0, -1])

@@ -65,7 +65,7 @@ def check(
     )
     adapted = AdaptedReport(
         **{**vars(report), "prompts": prompts},
-        adapters={name: adapters.known[name].sha256 for name in checked.names()},
+        adapters={name: adapters.loaded[name].sha256 for name in checked.names()},
         places=adapters.residency.max_adapters,
         loads=adapters.residency.loads,
     )
@@ -117,7 +117,7 @@ class _Check(GoldenCheck):
         rounds = list(itertools.product(bits, (1, 0)))
         for number, (bit, value) in enumerate(rounds):
             name = names[number % len(names)]
-            adapter = adapters.known[name]
+            adapter = adapters.loaded[name]
             other = _negated(adapter)
             chosen = [place for place in places if place >> bit & 1 == value]
             loaded = [replace(other, name=f"{name} in slot {place}") for place in places]
@@ -145,7 +145,7 @@ class _Check(GoldenCheck):
         """Return the first tokens of prompt `i` with an adapter whose name another one had before."""
         adapters = self.model.adapters
         assert adapters is not None  # `open` refuses a model without
-        adapter = adapters.known[name]
+        adapter = adapters.loaded[name]
         for loaded in (_negated(adapter), adapter):
             adapters.add(replace(loaded, name=f"{name} renamed"))
             request = replace(self.free_running(self.prompts[i], _NUM_TOKENS), adapter=f"{name} renamed")

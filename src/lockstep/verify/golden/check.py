@@ -42,7 +42,7 @@ from lockstep.verify.golden.moved import MovedCheck
 from lockstep.verify.golden.prompts import Decoded, Long, Prompt, read_reference
 from lockstep.verify.golden.routes import Routes, known_rows
 from lockstep.verify.metrics import largest
-from lockstep.verify.routing.along import Router
+from lockstep.verify.routing.router import Router
 
 _TIMED_TOKENS = 9  # of a prompt and of its answer, where speeds are timed: a prefill, and eight decode steps
 

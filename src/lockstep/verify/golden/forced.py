@@ -18,7 +18,7 @@ from lockstep.onnx_tools.judge import Bound, measure, wrong
 from lockstep.runtime import Advance, Model
 from lockstep.tolerances import ENOUGH
 from lockstep.verify.boundaries import PAGE
-from lockstep.verify.metrics import off, or_infinity
+from lockstep.verify.metrics import describe_error, or_infinity
 from lockstep.verify.noise import LogitBounds
 
 _SEED = 0
@@ -71,7 +71,7 @@ class Errors:
         position = PositionError(count, error.max_abs_error, noise, error.tolerance)
         keep_largest(self.positions, {count: position})
         if self.first is None and wrong("logits", error):
-            self.first = count, off(error.max_abs_error, error.tolerance)
+            self.first = count, describe_error(error.max_abs_error, error.tolerance)
         if error.rms_error is not None:
             self.rms[count] = error.rms_error
 

@@ -22,7 +22,7 @@ from lockstep.step.pages import PAGE_SIZE
 from lockstep.verify.golden.decoding import DecodingCheck
 from lockstep.verify.golden.forced import Errors
 from lockstep.verify.golden.prompts import Decoded, Long
-from lockstep.verify.metrics import largest, off
+from lockstep.verify.metrics import describe_error, largest
 
 _NEW = 8  # tokens of an answer, one of which fills a page
 _BEFORE = 6  # tokens before the end of a page where a prompt ends
@@ -39,7 +39,7 @@ class _NotRunError(Exception):
 
 
 @dataclass(frozen=True)
-class _Along:
+class _ForcedRequest:
     """A teacher-forced request. prompt, new: tokens of its sequence. choice: it samples instead, as this choice."""
 
     sequence: int
@@ -55,10 +55,10 @@ class MovedCheck:
         self._check = check
         self._prompt = long.prompt
         self._model = _of_few_pages(check, len(long.prompt.prompt_ids))
-        self._known = {**long.logits, **dict(zip(long.prompt.counts, long.prompt.logits))}
+        self._reference_rows = {**long.logits, **dict(zip(long.prompt.counts, long.prompt.logits))}
         self._tokens = np.array([*long.prompt.prompt_ids, *long.prompt.tokens], np.int64)
-        self._whole = _Along(0, len(long.prompt.prompt_ids), len(long.prompt.tokens))
-        self._alone: dict[_Along, Decoded] = {}
+        self._whole = _ForcedRequest(0, len(long.prompt.prompt_ids), len(long.prompt.tokens))
+        self._alone: dict[_ForcedRequest, Decoded] = {}
 
     def run(self) -> tuple[MovedState, ...]:
         scenarios: Mapping[str, Callable[[], list[float | None]]] = {
@@ -88,10 +88,10 @@ class MovedCheck:
         self._expect(self._model.tables.shares is not None, "this attention computes a prompt again for each choice")
         errors = []
         for length in dict.fromkeys((min(_BEFORE, self._before_page(1)), self._before_page(2))):
-            choices = [_Along(0, length, choice=number) for number in range(count)]
+            choices = [_ForcedRequest(0, length, choice=number) for number in range(count)]
             decoded = _decode(self._engine(), [replace(self._request(choices[0]), n=count)])
-            for number, along in enumerate(choices):
-                errors.append(self._judge(along, f"choice {number} of {count} copies", decoded.get((0, number))))
+            for number, request in enumerate(choices):
+                errors.append(self._judge(request, f"choice {number} of {count} copies", decoded.get((0, number))))
         return errors
 
     def _swapped(self) -> list[float | None]:
@@ -105,7 +105,7 @@ class MovedCheck:
             full = 2 * PAGE_SIZE  # a request is swapped with more than one page
         extra_pages = tables.pages_for(full + 1) - tables.pages_for(full)
         self._expect(len(self._tokens) >= full + _NEW and extra_pages > 0, "no request has a second page")
-        requests = [_Along(number, full - 2 - number) for number in range(count)]
+        requests = [_ForcedRequest(number, full - 2 - number) for number in range(count)]
         with self._pages_left(count * tables.pages_for(full) + extra_pages):
             engine = self._engine(admission="optimistic", lookahead=1)
             decoded = _decode(engine, map(self._request, requests))
@@ -119,7 +119,7 @@ class MovedCheck:
         self._expect(engine.prefix_caching, "this attention, or a step of so few tokens, keeps no prefix")
         self._expect(self._whole.prompt > chunk_size, f"no prompt is longer than a chunk of {chunk_size} tokens")
         length = max(chunk_size + 1, min(chunk_size + _BEFORE, len(self._tokens) - _NEW))
-        branch = _Along(1, length, min(_NEW, len(self._tokens) - length))
+        branch = _ForcedRequest(1, length, min(_NEW, len(self._tokens) - length))
         tokens = np.concatenate([self._tokens[:chunk_size], self._sequence(1)[chunk_size:]])
         (alone,) = _decode(engine, [self._request(self._whole)]).values()
         self._judge_reference(self._whole, "filling the prefix cache", alone)
@@ -139,10 +139,10 @@ class MovedCheck:
         check = self._check
         engine = self._engine()
         count = min(_REQUESTS, self._model.max_batch_size)
-        stays = [_Along(0, self._before_page(1))][: count - 1]  # none where there is one slot
-        follows = _Along(count, self._before_page(1))
-        for along in stays:
-            engine.add(self._request(along))
+        stays = [_ForcedRequest(0, self._before_page(1))][: count - 1]  # none where there is one slot
+        follows = _ForcedRequest(count, self._before_page(1))
+        for request in stays:
+            engine.add(self._request(request))
         for number in range(count - len(stays)):
             drawn = self._sequence(1 + number)[: self._before_page(2) - number]
             engine.add(Request(drawn, 2 * _NEW, sampling=Sampling(_DRAWN.temperature, seed=number)))
@@ -161,9 +161,8 @@ class MovedCheck:
                 how = "in the slot of a cancelled request"
                 check.first_difference(prompt, how, replace(prompt, tokens=prompt.tokens[:new]), answer)
         judged = {count: follows, **dict(enumerate(stays))}
-        return [
-            self._judge(along, "with cancelled requests", decoded.get((number, 0))) for number, along in judged.items()
-        ]
+        how = "with cancelled requests"
+        return [self._judge(request, how, decoded.get((number, 0))) for number, request in judged.items()]
 
     def _last_pages(self) -> list[float | None]:
         """Run the long prompt in the last slot, and in the last free pages of the cache."""
@@ -189,14 +188,14 @@ class MovedCheck:
         """Return one of several token sequences; 0 is the long prompt with its answer."""
         return np.roll(self._tokens, -number * (len(self._tokens) // 7 + 1))
 
-    def _request(self, along: _Along, tokens: np.ndarray | None = None) -> Request:
+    def _request(self, request: _ForcedRequest, tokens: np.ndarray | None = None) -> Request:
         if tokens is None:
-            tokens = self._sequence(along.sequence)
-        prompt = tokens[: along.prompt]
-        following = iter(tokens[along.prompt : along.prompt + along.new].tolist())
-        if along.choice is not None:
-            return Request(prompt, along.new, sampling=_DRAWN, choice=along.choice)
-        return Request(prompt, along.new, lambda logits: next(following))
+            tokens = self._sequence(request.sequence)
+        prompt = tokens[: request.prompt]
+        following = iter(tokens[request.prompt : request.prompt + request.new].tolist())
+        if request.choice is not None:
+            return Request(prompt, request.new, sampling=_DRAWN, choice=request.choice)
+        return Request(prompt, request.new, lambda logits: next(following))
 
     def _engine(
         self, prefix_caching: bool = False, admission: Admission = "guaranteed", lookahead: int | None = None
@@ -219,17 +218,17 @@ class MovedCheck:
         finally:
             pool.release(occupied)
 
-    def _judge_all(self, requests: Sequence[_Along], how: str, decoded: Answers) -> list[float | None]:
-        return [self._judge(along, how, decoded.get((number, 0))) for number, along in enumerate(requests)]
+    def _judge_all(self, requests: Sequence[_ForcedRequest], how: str, decoded: Answers) -> list[float | None]:
+        return [self._judge(request, how, decoded.get((number, 0))) for number, request in enumerate(requests)]
 
-    def _judge(self, along: _Along, how: str, moved: Decoded | None) -> float | None:
+    def _judge(self, request: _ForcedRequest, how: str, moved: Decoded | None) -> float | None:
         """Return the largest difference from the logits of the request alone, up to the first differing token."""
-        if along not in self._alone:
-            self._alone[along] = _decode(self._engine(), [self._request(along)])[0, along.choice or 0]
-        alone = self._alone[along]
+        if request not in self._alone:
+            self._alone[request] = _decode(self._engine(), [self._request(request)])[0, request.choice or 0]
+        alone = self._alone[request]
         moved = moved or Decoded()
-        self._judge_reference(along, how, moved)
-        where = f"prompt of {along.prompt} tokens, {how}, compared with alone"
+        self._judge_reference(request, how, moved)
+        where = f"prompt of {request.prompt} tokens, {how}, compared with alone"
         if len(moved.logits) != len(alone.logits):
             self._check.fail(self._prompt, f"{where}: expected {len(alone.logits)} tokens, found {len(moved.logits)}")
             return None
@@ -242,20 +241,20 @@ class MovedCheck:
             error = measure(expected[None], actual[None], Bound(bound), 1.0)
             errors.append(error.max_abs_error)
             if wrong("logits", error):
-                self._check.fail(self._prompt, f"step {step}, {where}: {off(error.max_abs_error, bound)}")
+                self._check.fail(self._prompt, f"step {step}, {where}: {describe_error(error.max_abs_error, bound)}")
                 break
             if alone.tokens[: step + 1] != moved.tokens[: step + 1]:
                 break
         self._check.same_bits(self._prompt, where, alone.logits, moved.logits)
         return largest(errors)
 
-    def _judge_reference(self, along: _Along, how: str, decoded: Decoded) -> None:
+    def _judge_reference(self, request: _ForcedRequest, how: str, decoded: Decoded) -> None:
         """Compare logits with the reference's, where it has them and routers choose the same experts."""
         errors = Errors(self._prompt.bounds)
-        if along.sequence == 0 and along.choice is None and self._check.routes is None:
-            for count, logits in enumerate(decoded.logits, along.prompt):
-                if count in self._known:
-                    errors.add(count, self._known[count], logits)
+        if request.sequence == 0 and request.choice is None and self._check.routes is None:
+            for count, logits in enumerate(decoded.logits, request.prompt):
+                if count in self._reference_rows:
+                    errors.add(count, self._reference_rows[count], logits)
         if wrong := errors.wrong():
             self._check.fail(self._prompt, f"after {wrong[0]} tokens, {how}: {wrong[1]}")
 

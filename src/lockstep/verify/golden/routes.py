@@ -1,4 +1,4 @@
-"""The golden check of a model with a router: the expected logits along the engines' choices.
+"""The golden check of a model with a router: the expected logits, given the engines' choices.
 
 Where two scores differ by less than rounding, an engine may choose other experts than transformers, and its logits
 jump. That is no error, and no noise: a request is compared with the logits that follow from the choices made in its
@@ -16,18 +16,18 @@ from lockstep.artifacts.reports import GoldenChoices
 from lockstep.runtime import Model
 from lockstep.verify.golden.forced import Forced
 from lockstep.verify.golden.prompts import Prompt
-from lockstep.verify.routing.along import Along, Router
+from lockstep.verify.routing.router import RoutedRequest, Router
 from lockstep.verify.walk import Tokens
 
 
 class Routes:
-    """The requests of a check, followed along the engines' choices. wrong: a line for each faulty block."""
+    """The requests of a check, judged with the engines' choices of experts. wrong: a line for each faulty block."""
 
     def __init__(self, router: Router, reference_rows: Mapping[tuple[int, ...], np.ndarray]):
         """reference_rows: {tokens: the reference's logits after them}, which are right up to the first near-tie."""
         self._router = router
         self._recorder = router.recorder()
-        self._known = reference_rows
+        self._reference_rows = reference_rows
         self._requests = 0
         self._tied = 0
         self.wrong: list[str] = []
@@ -40,16 +40,16 @@ class Routes:
 
     def steps(self, prompt_ids: Sequence[int], tokens: Sequence[int]) -> list[np.ndarray]:
         ids = [*prompt_ids, *tokens[:-1]]
-        along = self._along(ids, len(prompt_ids))
-        return [self._row(ids, count, along) for count in range(len(prompt_ids), len(ids) + 1)]
+        routed = self._follow(ids, len(prompt_ids))
+        return [self._row(ids, count, routed) for count in range(len(prompt_ids), len(ids) + 1)]
 
     def forced(self, request: Forced) -> dict[int, np.ndarray]:
         ids = request.tokens[: request.ends[-1]].tolist()
-        along = self._along(ids, len(ids))
+        routed = self._follow(ids, len(ids))
         rows = {count: row for count, row in request.expected.items() if count <= len(ids)}
         for count in rows:
-            if not along.is_free(count):
-                rows[count] = along.logits[count - 1]
+            if not routed.is_free(count):
+                rows[count] = routed.logits[count - 1]
         return rows
 
     def wrong_block(self, ids: Sequence[int]) -> str | None:
@@ -62,20 +62,20 @@ class Routes:
     def report(self) -> GoldenChoices:
         return GoldenChoices(self._requests, self._tied)
 
-    def _along(self, ids: Sequence[int], num_prompt: int) -> Along:
+    def _follow(self, ids: Sequence[int], num_prompt: int) -> RoutedRequest:
         tokens = Tokens(np.array(ids, np.int64), num_prompt)
-        along = self._router.judge(self._recorder.take(ids))
-        along.logits = self._router.logits(tokens, along)
-        if along.wrong:
-            self.wrong.append(along.wrong)
+        routed = self._router.judge(self._recorder.take(ids))
+        routed.logits = self._router.logits(tokens, routed)
+        if routed.wrong:
+            self.wrong.append(routed.wrong)
         self._requests += 1
-        self._tied += along.tied
-        return along
+        self._tied += routed.tied
+        return routed
 
-    def _row(self, ids: Sequence[int], count: int, along: Along) -> np.ndarray:
-        reference_row = self._known.get(tuple(ids[:count]))
-        if reference_row is None or not along.is_free(count):
-            return along.logits[count - 1]
+    def _row(self, ids: Sequence[int], count: int, routed: RoutedRequest) -> np.ndarray:
+        reference_row = self._reference_rows.get(tuple(ids[:count]))
+        if reference_row is None or not routed.is_free(count):
+            return routed.logits[count - 1]
         return reference_row
 
 

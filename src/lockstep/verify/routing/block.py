@@ -1,7 +1,7 @@
 """A block with a router, and its engine: which choices did the engine make, and do its outputs follow from them?
 
 In: a graph with its weights, rows of its inputs and an engine's outputs for them. Out: the choices, and the graph's
-outputs along them. Rows are independent: one call may compute a row several times, along different choices.
+outputs for them. Rows are independent: one call may compute a row several times, for different choices.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SCREEN = 4  # times the noise of one draw: a larger margin is no near-tie
 
 @dataclass(frozen=True)
 class Routed:
-    """Rows of a block along the engine's choices.
+    """Rows of a block with the engine's choices forced.
 
     outputs: the graph's, float32. noisy: the same with 16-bit values rounded to bf16. chosen: {choice: bool [rows,
     width]}. tied: rows with another choice that is as good, bool [rows].
@@ -71,8 +71,8 @@ class ChoosingBlock:
         outputs = concatenate_rows(pieces)
         return {io.name: outputs[io.name] for io in self._outputs}
 
-    def along(self, inputs: Arrays, weights: Arrays, engine_outputs: Arrays, times: float) -> Routed:
-        """Return the graph's outputs along an engine's choices, which follow from its outputs for these inputs.
+    def follow(self, inputs: Arrays, weights: Arrays, engine_outputs: Arrays, times: float) -> Routed:
+        """Return the graph's outputs for an engine's choices, which are inferred from its outputs for these inputs.
 
         times: rounding may decide a margin of up to this many times the noise of a score in bf16.
         """
@@ -110,7 +110,7 @@ class ChoosingBlock:
         )
 
     def _ways(self, inputs: Arrays, weights: Arrays, engine_outputs: Arrays, times: float) -> Routed:
-        """Try each row along all choices that are as good; keep those whose outputs are nearest to the engine's."""
+        """Try each row with all near-tied choices; keep those whose outputs are nearest to the engine's."""
         noise = self._score_noise(inputs, weights)
         count = len(next(iter(engine_outputs.values())))
         rows = np.arange(count)

@@ -28,12 +28,12 @@ def write_logits(model: Model, histories: Sequence[History], out: Path) -> None:
     logits = np.lib.format.open_memmap(out, "w+", np.float32, (int(starts[-1]), model.vocab_size))
     following = [iter(answer) for _, answer in histories]
 
-    def along(number: int) -> Request:
+    def teacher_forced(number: int) -> Request:
         prompt, answer = histories[number]
         return Request(prompt, len(answer), choose=lambda row: next(following[number]))
 
     counts = [0] * len(histories)
-    for token in Decoding(model, list(map(along, range(len(histories))))):
+    for token in Decoding(model, list(map(teacher_forced, range(len(histories))))):
         logits[starts[token.request] + counts[token.request]] = token.logits
         counts[token.request] += 1
     logits.flush()

@@ -1,11 +1,11 @@
-"""Logits along the choices of an engine set. Needs no torch.
+"""Expected logits of a model with routers, given the experts that the engines chose. Needs no torch.
 
 In: inputs and outputs of a request's blocks, recorded while the runtime ran it. Out: whether the engines' choices are
 valid, and the logits that follow from them.
 
 Each block with a router is compared with its graph on the same inputs. A choice may differ there where the margin of
-its scores is within their noise, and the block's outputs must follow from one of the choices that are as good. Then the
-graphs run in float32 along these choices, which gives the expected logits.
+its scores is within their noise, and the block's outputs must follow from one of the near-tied choices. Then the graphs
+run in float32 with these choices forced, which gives the expected logits.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from lockstep.weights import Weights
 
 
 @dataclass
-class Along:
-    """A request along the engines' choices.
+class RoutedRequest:
+    """A request with the engines' choices of experts.
 
-    tied: in how many layers of tokens other choices were as good. first: the first position of such a token; None
+    tied: number of (layer, token) pairs with a near-tie. first: the first position of such a token; None
     without one. wrong: the error of a block; None without one. chosen: {block: (positions of its rows, their choices)}.
     logits: [num_tokens, vocab_size] float32.
     """
@@ -95,32 +95,32 @@ class Router:
             places[place] = [io.name for io in self._graphs.graph(part.graph).inputs if is_of_tokens(io)]
         return Recorder(places)
 
-    def judge(self, recorded: Mapping[Place, BlockRows]) -> Along:
+    def judge(self, recorded: Mapping[Place, BlockRows]) -> RoutedRequest:
         """Find the choices of a request, and the errors of its blocks. The logits are left out."""
-        along = Along()
+        request = RoutedRequest()
         times = self._tolerances.noise * max(self._tolerances.engine) / UNITS
         for place, rows in recorded.items():
             part = self._parts[place]
             routed = self._routed(part, rows, times)
-            along.wrong = along.wrong or self._wrong(place, part.graph, routed, rows.outputs)
+            request.wrong = request.wrong or self._wrong(place, part.graph, routed, rows.outputs)
             if routed.tied.any():
                 first = int(rows.positions[routed.tied].min())
-                if along.is_free(first):
-                    along.first = first
-                along.tied += int(routed.tied.sum())
-            along.chosen[place] = rows.positions, routed.chosen
-        return along
+                if request.is_free(first):
+                    request.first = first
+                request.tied += int(routed.tied.sum())
+            request.chosen[place] = rows.positions, routed.chosen
+        return request
 
     def _routed(self, part: BoundBlock, rows: BlockRows, times: float) -> Routed:
-        """Call `ChoosingBlock.along`; the weights of one block are in memory at a time."""
+        """Call `ChoosingBlock.follow`; the weights of one block are in memory at a time."""
         weights = self._graphs.weights_of(part.graph, part.slots)
-        return self._blocks[part.graph].along(rows.inputs, weights, rows.outputs, times)
+        return self._blocks[part.graph].follow(rows.inputs, weights, rows.outputs, times)
 
-    def logits(self, tokens: Tokens, along: Along) -> np.ndarray:
-        """Return the logits [num_tokens, vocab_size] float32 along a request's choices, the graphs' own without any."""
+    def logits(self, tokens: Tokens, request: RoutedRequest) -> np.ndarray:
+        """Return the logits [num_tokens, vocab_size], float32. Blocks without choices in `request` are free."""
         forces: dict[Place, Arrays] = {}
         key: list[Any] = [tokens.ids.tobytes()]
-        for place, (positions, chosen) in along.chosen.items():
+        for place, (positions, chosen) in request.chosen.items():
             forces[place] = self._blocks[self._parts[place].graph].forces(chosen, positions, len(tokens.ids))
             key += [(place, name, force.tobytes()) for name, force in forces[place].items()]
         if tuple(key) not in self._logits:
@@ -133,14 +133,14 @@ class Router:
             if place not in forces:
                 return outputs
             weights = self._graphs.weights_of(stage.graph, stage.slots)
-            along = self._blocks[stage.graph].forced(stage.inputs, weights, forces[place])
-            return {name: along[name].astype(array.dtype) for name, array in outputs.items()}
+            forced = self._blocks[stage.graph].forced(stage.inputs, weights, forces[place])
+            return {name: forced[name].astype(array.dtype) for name, array in outputs.items()}
 
         *_, last = Walk(self._graphs, [tokens], instead=exact)
         return last.outputs["logits"].astype(np.float32)
 
     def _wrong(self, place: Place, graph: str, routed: Routed, outputs: Arrays) -> str | None:
-        """Return the error of a block along its engine's choices; None without one."""
+        """Return the error of a block, given its engine's choices; None without one."""
         part, layer = place
         for name, expected in routed.outputs.items():
             bound = beside_graph(self._tolerances, row_noise(expected, routed.noisy[name]))
