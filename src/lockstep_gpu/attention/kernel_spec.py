@@ -26,12 +26,12 @@ def page_shape(pages: int, num_kv_heads: int, dim: int, fp8: bool = False) -> tu
 class DeviceRopeTables:
     """RoPE tables on the device: see `rope_tables.RopeTables`.
 
-    own, other: [positions, head_dim] float32. partner: [head_dim] int32, the second element; the first is the element
-    itself. Separate ones: [positions, 2, head_dim], and partner [2, 2, head_dim], of queries and keys.
+    first_weight, second_weight: [positions, head_dim] float32. partner: [head_dim] int32, the second element; the first
+    is the element itself. Separate ones: [positions, 2, head_dim], and partner [2, 2, head_dim], of queries and keys.
     """
 
-    own: Array
-    other: Array
+    first_weight: Array
+    second_weight: Array
     partner: Array
 
 
@@ -61,8 +61,9 @@ class PagedTokens:
     def arguments(self, out: Array) -> tuple[Array | int, ...]:
         """Return the arguments that all kernels start with; out: their output besides the cache."""
         tables = self.tables
-        arrays = self.query, self.key, self.value, out, self.keys, self.values, tables.own, tables.other, tables.partner
-        return *arrays, self.rows, self.positions, self.pages, self.pages.shape[1]
+        arrays = self.query, self.key, self.value, out, self.keys, self.values
+        rope = tables.first_weight, tables.second_weight, tables.partner
+        return *arrays, *rope, self.rows, self.positions, self.pages, self.pages.shape[1]
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class AttentionKernelSpec:
         sinks: Each head has an attention sink: an extra logit, the last element of its query.
         fp8: The cache has e4m3 numbers.
         softcap: Of the scores; 0: none.
-        separate_rope: Queries and keys have RoPE tables of their own, whose elements may move.
+        separate_rope: Queries and keys have different RoPE tables, whose elements may move.
     """
 
     dtype: str

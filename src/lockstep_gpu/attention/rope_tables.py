@@ -27,15 +27,15 @@ BATCH_ELEMENTS = 1 << 17  # of queries and keys per run of the graph: they stay 
 class HeadTables:
     """RoPE as numbers, the same for all heads of the queries, or of the keys.
 
-    RoPE of x is `x[first[j]] * own[position, j] + x[second[j]] * other[position, j]`.
+    RoPE of x is `x[first[j]] * first_weight[position, j] + x[second[j]] * second_weight[position, j]`.
 
     Attributes:
-        own, other: [positions, head_dim] float32.
-        first, second: [head_dim] int32; an element of one other has that twice.
+        first_weight, second_weight: [positions, head_dim] float32, such as the cosines and the signed sines.
+        first, second: [head_dim] int32; equal for an element that depends on one other, with second_weight 0.
     """
 
-    own: np.ndarray
-    other: np.ndarray
+    first_weight: np.ndarray
+    second_weight: np.ndarray
     first: np.ndarray
     second: np.ndarray
 
@@ -53,14 +53,14 @@ class RopeTables:
         return self.key is not self.query or (self.query.first != np.arange(len(self.query.first))).any()
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return `own`, `other` and `partner` as kernels take them: see `kernel_spec.DeviceRopeTables`."""
+        """Return the arrays of `kernel_spec.DeviceRopeTables`."""
         query = self.query
         key = self.key
         if not self.separate:
-            return query.own, query.other, query.second
-        own = np.stack([query.own, key.own], axis=1)
-        other = np.stack([query.other, key.other], axis=1)
-        return own, other, np.array([[query.first, query.second], [key.first, key.second]])
+            return query.first_weight, query.second_weight, query.second
+        first_weight = np.stack([query.first_weight, key.first_weight], axis=1)
+        second_weight = np.stack([query.second_weight, key.second_weight], axis=1)
+        return first_weight, second_weight, np.array([[query.first, query.second], [key.first, key.second]])
 
 
 def read_rope_tables(executable: HostExecutable, positions: int, where: str) -> RopeTables:
@@ -81,7 +81,7 @@ def read_rope_tables(executable: HostExecutable, positions: int, where: str) -> 
 def _read(graph: _RopeGraph, probed: np.ndarray, positions: int, part: str) -> HeadTables:
     """Return the tables of queries or keys.
 
-    probed: what the graph makes of each unit vector, [head_dim, probes, head_dim].
+    probed: the graph's results for each unit vector, [head_dim, probes, head_dim].
     """
     depends = (probed != 0).any(axis=1)  # [input element, output element]
     first, second = _sources(graph, depends)
@@ -94,19 +94,19 @@ def _read(graph: _RopeGraph, probed: np.ndarray, positions: int, part: str) -> H
         element = is_shared.argmax()
         graph.reject(f"element {element} made of {first[element]} and {second[element]}, which others mix otherwise")
     is_low = elements <= mates
-    own = np.empty((positions, graph.dim), np.float32)
-    other = np.empty((positions, graph.dim), np.float32)
+    first_weight = np.empty((positions, graph.dim), np.float32)
+    second_weight = np.empty((positions, graph.dim), np.float32)
     for batch in _position_batches(positions, graph.batch_size):
         # The low elements of all pairs are 1 in the first row, the high ones in the second: results are the weights.
         weights = graph.apply_to_rows(np.stack([is_low, ~is_low]), batch, part)
-        own[batch] = np.where(is_low[first], weights[0], weights[1])
-        other[batch] = np.where(is_low[first], weights[1], weights[0])
-    other[:, first == second] = 0
-    return HeadTables(own, other, first.astype(np.int32), second.astype(np.int32))
+        first_weight[batch] = np.where(is_low[first], weights[0], weights[1])
+        second_weight[batch] = np.where(is_low[first], weights[1], weights[0])
+    second_weight[:, first == second] = 0
+    return HeadTables(first_weight, second_weight, first.astype(np.int32), second.astype(np.int32))
 
 
 def _sources(graph: _RopeGraph, depends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the elements that each is made of; itself first where it is among them, else the lower one."""
+    """Return the elements that each depends on, the element itself first, else the lower one first."""
     elements = np.arange(graph.dim)
     counts = depends.sum(axis=0)
     if (counts > 2).any():
@@ -145,11 +145,11 @@ def check_rope_tables(executable: HostExecutable, positions: int, where: str) ->
             head = tables.query if part == "query" else tables.key
             x = source[:, :, head.first].astype(np.float32)
             y = source[:, :, head.second].astype(np.float32)
-            own_term = x * head.own[at, None]
-            other_term = y * head.other[at, None]
-            bound = relative_bound * (np.abs(own_term) + np.abs(other_term))
+            first_term = x * head.first_weight[at, None]
+            second_term = y * head.second_weight[at, None]
+            bound = relative_bound * (np.abs(first_term) + np.abs(second_term))
             bound += absolute_bound * (np.abs(x) + np.abs(y) + 3)
-            matches = (np.abs(own_term + other_term - result) <= bound).all(axis=(1, 2))
+            matches = (np.abs(first_term + second_term - result) <= bound).all(axis=(1, 2))
             if not matches.all():
                 graph.reject(f"other numbers at position {at[matches.argmin()]}")
 

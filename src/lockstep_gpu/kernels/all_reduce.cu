@@ -1,7 +1,7 @@
 // Sums and gathers over the ranks of a model, each on a device that reads and writes the others' memory.
 //
-// Where it is not terms that are sent, each rank writes into its place of every other's inbox, then raises its flag
-// there, block by block, and waits for the others' flags.
+// Small sums are sent as terms, which need no flags (sums.cuh). For the rest, each rank writes into its section of
+// every other rank's inbox, then raises its flag there, block by block, and waits for the others' flags.
 #include "overlap.cuh"
 #include "sums.cuh"
 
@@ -14,7 +14,7 @@ __device__ void wait_for(const Group& group, const unsigned* flag, unsigned laun
     }
 }
 
-// What all blocks of this number wrote before it at any rank can be read behind it.
+// A barrier: after it, a block can read what the blocks with its number wrote before it on any rank.
 __device__ void exchange(const Group& group, unsigned launch, int phase) {
     __syncthreads();
     int other = threadIdx.x;
@@ -32,7 +32,7 @@ __device__ void end(const Group& group, unsigned launch, int units = 0) {
     if (threadIdx.x == 0 && group.is_last()) group.end(launch, units);
 }
 
-// What the ranks hold of one unit, accumulated; `place`: in a rank's place of the inbox.
+// Returns the sum of one unit over the ranks; place: its index in a rank's section of the inbox.
 __device__ uint4 sum(const Group& group, unsigned launch, uint4 local, int place, int kind) {
     float sums[8] = {};
     for (int from = 0; from < WORLD; ++from)
@@ -41,8 +41,8 @@ __device__ uint4 sum(const Group& group, unsigned launch, uint4 local, int place
 }
 
 // values: `units` of 16 bytes, replaced by the sum. shots 1: each rank sends all of it to all, as terms, and
-// accumulates; 2: each rank accumulates its part, and writes that into the values of all, whose block of this number
-// has sent its own.
+// accumulates: one trip over the links, for small sums. 2: each rank accumulates its part, and writes the result into
+// the values of all ranks, whose block with this number has sent its part by then: less traffic, for large sums.
 extern "C" __global__ void all_reduce(void* values, const void* peers, void* state, void* lost, int rank, int slot,
                                       int seconds, int kind, int shots, int units) {
     next_may_start();
@@ -53,7 +53,7 @@ extern "C" __global__ void all_reduce(void* values, const void* peers, void* sta
     int first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
     if (shots == 1) {
         int last = group.last_units();
-        for (int i = first; i < max(units + step, last); i += step) {  // the next unit is sent before one is waited for
+        for (int i = first; i < max(units + step, last); i += step) {  // sends the next unit, then awaits this one
             if (i < units) send_term(group, launch, local[i], i);
             if (i < last) group.empty(launch, i);
             if (i != first && i - step < units)
@@ -72,7 +72,7 @@ extern "C" __global__ void all_reduce(void* values, const void* peers, void* sta
         uint4* remote[WORLD];
 #pragma unroll
         for (int hop = 0; hop < WORLD; ++hop) remote[hop] = (uint4*)*group.values(rank, (rank + hop) % WORLD);
-        if (*(volatile unsigned*)(group.state + 2)) part = 0;  // one that did not come has sent no address
+        if (*(volatile unsigned*)(group.state + 2)) part = 0;  // a rank that is missing has sent no address
         for (int i = first; i < part && rank * part + i < units; i += step) {
             int at = rank * part + i;
             uint4 total = sum(group, launch, local[at], i, kind);
@@ -104,7 +104,7 @@ extern "C" __global__ void all_gather(const void* part, void* whole, const void*
         uint4 unit = ((const uint4*)part)[i];
         for (int hop = 1; hop < WORLD; ++hop) group.inbox((rank + hop) % WORLD, launch, rank)[i] = unit;
     }
-    // A block reads what other blocks were sent: all flags of this launch.
+    // A block reads what was sent to other blocks, so it waits for all flags of this launch.
     exchange(group, launch, 0);
     for (int other = 0; other < WORLD; ++other) {
         if (other == rank) continue;

@@ -1,4 +1,4 @@
-// What the kernels of attention share. They are compiled for an `AttentionKernelSpec` (kernel_spec.py), by macros.
+// Shared by the attention kernels, which are compiled for an `AttentionKernelSpec` (kernel_spec.py), by macros.
 #pragma once
 #include "numbers.cuh"
 

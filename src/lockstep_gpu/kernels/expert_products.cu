@@ -1,8 +1,7 @@
-// Products of tokens' rows with the weights of their experts, each [out_features, in_features] or the other way round,
-// of KIND.
+// GEMMs of tokens' rows with the weights of their experts, each [out_features, in_features] or transposed, of KIND.
 //
 // Each output is accumulated by one warp from the first column to the last, 16 at a time (mma.m16n8k16, fp32), whatever
-// the size of tiles: a row has the same bits beside any others, as in few_rows.cu.
+// the size of tiles: a row has the same bits in any batch, as in few_rows.cu.
 #include "expert_rows.cuh"
 
 // ROWS of a tile, OUTS and COLUMNS of each of DEPTH stages; ACROSS * BESIDE warps of all, which are BLOCK threads,

@@ -1,10 +1,9 @@
-// What products with experts' weights share: the rows of a step, sorted by their experts, and what becomes of a tile of
-// them.
+// Shared by the GEMMs with experts' weights: the rows of a step, sorted by expert, and the results of a tile of them.
 //
-// sort_by_expert puts the rows of each expert behind each other, and cuts them into tiles. A block makes OUTS outputs
-// of the rows of one tile; it reads rows and writes results where they lie, by their numbers. An expert without rows
-// has no tile, and its weight is not read. How many tiles there are at most depends on the number of rows alone, so
-// that launches may be captured: tiles behind the last have no rows.
+// sort_by_expert groups the rows by expert, and cuts each group into tiles. A block computes OUTS outputs of the rows
+// of one tile; it reads and writes rows in place, by their numbers. An expert without rows has no tile, and its weight
+// is not read. The largest number of tiles depends on the number of rows alone, so launches can be captured: unused
+// tiles have no rows.
 #pragma once
 #include "tensor_cores.cuh"
 

@@ -1,11 +1,11 @@
-// Products of rows of activations with a weight [out_features, in_features] of KIND.
+// GEMMs of a few rows of activations with a weight [out_features, in_features] of KIND.
 //
-// Each output is accumulated by one warp from the first column to the last, 16 at a time (mma.m16n8k16, fp32): the
-// order in which kernels of cuBLAS accumulate that do not split the columns, so that a row has the same bits by either,
-// beside any number of other rows. A block makes OUTPUTS outputs of ROWS rows; the blocks of all outputs of the first
-// ROWS rows come before those of the next. Weights and activations come through shared memory in stages of COLUMNS
-// columns; the first weights are asked for before the kernel in front has ended. A weight may be up to three, one
-// behind the other, each with an output of its own.
+// Each output is accumulated by one warp from the first column to the last, 16 at a time (mma.m16n8k16, fp32). cuBLAS
+// kernels that do not split the columns accumulate in the same order, so a row has the same bits from either kernel and
+// in any batch. A block computes OUTPUTS outputs of ROWS rows; the blocks of all outputs of the first ROWS rows come
+// before those of the next. Weights and activations pass through shared memory in stages of COLUMNS columns; the first
+// weights are loaded before the previous kernel has ended. A weight may be the concatenation of up to three, each with
+// a separate output.
 #include "tensor_cores.cuh"
 
 #define COLUMNS (PIECES * 8)
@@ -27,7 +27,7 @@ __device__ __forceinline__ void few_rows(const unsigned short* weight, const uns
         x += (long long)first_row * in_features;
         rows -= first_row;
     }
-    int across = warp % 2, beside = warp / 2;  // which 16 outputs, and 8 of each 16 rows, of the block's a warp makes
+    int across = warp % 2, beside = warp / 2;  // the warp's 16 outputs, and its 8 of each 16 rows
     int steps = (in_features + COLUMNS - 1) / COLUMNS;
     auto load_weight = [&](int step) {
         u32 to = base + step % STAGES * STAGE;

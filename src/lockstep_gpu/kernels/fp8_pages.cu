@@ -1,12 +1,12 @@
-// What writes a prompt's keys and values into fp8 pages, and what reads pages for cuDNN's attention.
+// Writes the keys and values of prompts into fp8 pages, and dequantizes pages for cuDNN's attention.
 #include "fp8_heads.cuh"
 #include "rope_tables.cuh"
 
 constexpr int WARPS = THREADS / 32,
               HEAD_BLOCKS = (2 * KV_HEADS + WARPS - 1) / WARPS;  // of a token, a warp for each key and value
 
-// Blocks token * HEAD_BLOCKS + part. The key of a token gets its RoPE as paged_decode.cu gives it; rows are as
-// rope_kernel.py has them.
+// Block token * HEAD_BLOCKS + part. RoPE of keys is that of paged_decode.cu, bit for bit; for `rows` see
+// rope_kernel.py.
 extern "C" __global__ void __launch_bounds__(THREADS)
     write_pages(const QK* query, const QK* key, const Bits* value, Bits* query_out, Code* keys, Code* values,
                 const float* own, const float* other, const int* partner, const int* rows, const void* positions,
@@ -52,8 +52,8 @@ __device__ __forceinline__ void read_head(const Code* page, int tokens, Bits* ou
     }
 }
 
-// Blocks (request, page, KV head): the pages of each request one behind the other, as many as a table may have, zeros
-// behind its tokens.
+// Block (request, page, KV head). Writes each request's pages contiguously, as many as a page table can have, with
+// zeros after its last token.
 extern "C" __global__ void __launch_bounds__(THREADS)
     read_pages(const Code* keys, const Code* values, const int* table, int pages_per_row, const int* lengths,
                Bits* keys_out, Bits* values_out) {

@@ -1,12 +1,12 @@
-// Activations as e4m3, and products of up to 16 rows of them with a weight [out_features, in_features] of e4m3.
+// Quantizes activations to e4m3, and multiplies up to 16 rows of them with an e4m3 weight [out_features, in_features].
 //
-// quantize_rows: a block a row.
+// quantize_rows: one block per row.
 //
-// few_rows_fp8: as few_rows.cu, of numbers of one byte: a stage has twice as many columns, and numbers become fp16,
-// which has all of e4m3, just before the tensor cores. Of 16 columns the first and second pair of each four are the two
-// halves of an instruction, of weights and activations alike. A warp has four sums in fp32 of an output, of every
-// fourth 16 columns, so that no instruction waits for the one before; up to eight rows two warps have half of a stage
-// each. Sums are multiplied with the row's step, then with the output's scale.
+// few_rows_fp8: as few_rows.cu, but of one-byte numbers. A stage has twice as many columns, and numbers are converted
+// to fp16, which represents all of e4m3 exactly, just before the tensor cores. Of 16 columns the first and second pair
+// of each four are the two halves of an instruction, of weights and activations alike. A warp has four fp32
+// accumulators per output, one for every fourth group of 16 columns, so that no instruction waits for the previous one;
+// for up to eight rows, two warps share a stage. Sums are multiplied by the row's step, then by the output's scale.
 #define FACTORS "f16"
 #include "e4m3.cuh"
 #include "tensor_cores.cuh"

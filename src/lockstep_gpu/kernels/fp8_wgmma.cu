@@ -1,11 +1,11 @@
-// Products of more than 16 rows of e4m3 with a weight [out_features, in_features] of e4m3 on Hopper.
+// GEMMs of more than 16 rows of e4m3 with an e4m3 weight [out_features, in_features] on Hopper.
 //
-// A block multiplies a tile of 128 outputs with 64 rows. One thread has TMA bring stages of 128 columns into a ring,
-// two warpgroups multiply them, 64 outputs each. Sums of a stage are made by the tensor cores, which keep some 14 bits
-// of them, and added in fp32. A cluster has PAIR * SPLIT blocks: those of a pair have 64 rows each, and bring half of
-// the weight for both; those of a split have a share of the columns each. Without a split, clusters take tiles one
-// after another. Sums of a split are added in the order of its blocks, multiplied with the row's step, then with the
-// output's scale.
+// A block computes a tile of 128 outputs and 64 rows. One thread has TMA load stages of 128 columns into a ring buffer,
+// and two warpgroups multiply them, 64 outputs each. The tensor cores accumulate a stage with about 14 bits of
+// mantissa; stages are accumulated in fp32. A cluster has PAIR * SPLIT blocks: those of a pair have 64 rows each, and
+// each loads half of the weight for both; those of a split share the columns. Without a split, clusters take tiles in
+// turn. The partial sums of a split are accumulated in the order of its blocks, then multiplied by the row's step and
+// the output's scale.
 #include "tensor_cores.cuh"
 
 #define TILE 128
@@ -55,7 +55,7 @@ __device__ __forceinline__ void load_box_for(u32 to, const TensorMap* map, int c
         : "r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(blocks)
         : "memory");
 }
-// What wgmma reads: rows of 128 bytes, swizzled, 8 of them in 1024.
+// The descriptor of a matrix for wgmma: rows of 128 bytes, swizzled, 8 of them in 1024.
 __device__ __forceinline__ u64 matrix_at(u32 address) {
     return (u64)1 << 62 | (u64)64 << 32 | (u64)1 << 16 | address >> 4;
 }
@@ -75,7 +75,7 @@ __device__ __forceinline__ void multiply_tiles(float* d, u64 a, u64 b, int add) 
 __device__ __forceinline__ void meet_in_cluster() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" : : : "memory");
 }
-__device__ __forceinline__ void meet_for_barriers() {  // which are in no need of fences
+__device__ __forceinline__ void meet_for_barriers() {  // without fences, which barriers do not need
     asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" : : : "memory");
 }
 __device__ __forceinline__ float4 load_four(u32 remote) {
@@ -118,7 +118,7 @@ __device__ __forceinline__ void wgmma_fp8(const TensorMap& weight, const TensorM
     if (tid >= MULTIPLIERS) {  // the warp that loads
         if (tid == MULTIPLIERS) {
             int turn = 0,
-                ahead = min(RING, to - from);  // weights are no other kernel's and are brought ahead, rows are
+                ahead = min(RING, to - from);  // the previous kernel may still write rows, but not weights
             u32 bytes = (TILE + loaded) * DEPTH;
             auto load_x = [&](int item, int i, int place) {
                 load_box(ring + place * STAGE + TILE * DEPTH, &x, i * DEPTH, (item % beside * PAIR + member) * ROWS,

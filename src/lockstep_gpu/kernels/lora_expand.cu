@@ -1,13 +1,13 @@
-// What adapters add to products of one input.
+// Adds the LoRA terms of adapters to products of one input.
 //
-// y [rows, total] are the products, shrunk [rows, ...] the input times A of all resident adapters, B [columns,
-// out_features] as the graph has it. out = y + shrunk B, of a row's own adapter; with none y. Up to three products, one
-// behind the other in y. A thread makes VEC outputs of ROWS rows: rows of one adapter, as a prompt's are, read B once.
+// y [rows, total]: the products, up to three, concatenated. shrunk [rows, ...]: the input times A of all resident
+// adapters. B: [columns, out_features], as in the graph. out = y + shrunk B, with the adapter of each row; y for a row
+// without one. A thread computes VEC outputs of ROWS rows: rows of one adapter, such as a prompt's, read B once.
 #include "rows.cuh"
 
 #define EXPAND_THREADS 256
 
-#define AT_ONCE 8  // rows of B that are on their way together; ranks are multiples of it
+#define AT_ONCE 8  // rows of B that are loaded together; ranks are multiples of it
 
 template <int VEC>
 __device__ __forceinline__ void load(const unsigned short* from, float* to) {

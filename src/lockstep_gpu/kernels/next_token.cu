@@ -1,10 +1,10 @@
 // The next token of each row of the logits: step/logits_pipeline.py on the device.
 //
-// A block a row. A token's key is the bits of its weight exp((logit - largest) / temperature), which is positive, and
-// below them its id from the other end: keys are distinct, and in the order of weights, the lower id first of equals.
-// What min-p, top-k and top-p leave is the tokens from one key on (`floor`), which is found digit by digit (radix
-// select): counts, or masses in fixed point, by digit. Both are integers, so the order in which they are added changes
-// nothing.
+// One block per row. A token's key is the bits of its weight exp((logit - largest) / temperature), which is positive,
+// followed by its id, counted from the largest: keys are distinct, in the order of the weights, and of equal weights
+// the lower id is first. min-p, top-k and top-p keep the tokens from one key on (`floor`), which is found digit by
+// digit (radix select) from the counts, or fixed-point masses, of each digit. Both are integers, so the order in which
+// they are accumulated does not change the result.
 #include "numbers.cuh"
 
 __device__ float number(const void* values, int kind, long long i) {
@@ -58,7 +58,7 @@ __device__ u64 key_of(float weight, int id) {
 }
 __device__ u64 mass_of(float weight) { return (u64)(weight * MASS); }
 
-// Calls f(id, logit) for all tokens of a row, ids ascending in a thread; four loads are on their way at a time.
+// Calls f(id, logit) for all tokens of a row, ids ascending in a thread; four loads are in flight at a time.
 template <typename F>
 __device__ void each(const Row& row, F f) {
     for (int base = threadIdx.x; base < row.size; base += 4 * THREADS) {
@@ -72,7 +72,7 @@ __device__ void each(const Row& row, F f) {
     }
 }
 
-// The first of the largest of a block, to all its threads.
+// Returns the argmax of a block to all its threads; of equal values the first.
 __device__ void first_largest(float& best, int& at) {
     __shared__ float bests[32];
     __shared__ int places[32];
@@ -98,7 +98,7 @@ __device__ void first_largest(float& best, int& at) {
     __syncthreads();  // before they are written again
 }
 
-// The sum of this thread's value and those of the threads before; total: of all.
+// Returns the inclusive prefix sum of the threads' values; total: the sum of all.
 __device__ u64 sum_to_here(u64 value, u64& total) {
     __shared__ u64 sums[32];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -117,8 +117,8 @@ __device__ u64 sum_to_here(u64 value, u64& total) {
     return before + value;
 }
 
-// Of the tokens from `floor` on the key of the last one to keep: of the `count` largest; or, where that is 0, of the
-// fewest largest that hold `share` of their mass. `floor` where they are not so many.
+// Returns the key of the last token to keep of those from `floor` on: of the `count` largest, or if count is 0, of the
+// fewest largest that hold `share` of the mass. Returns `floor` if there are fewer.
 __device__ u64 cut(const Row& row, u64 floor, u64 count, double share) {
     __shared__ unsigned low[BINS], high[BINS];  // halves of sums: shared memory adds 32 bits at a time
     __shared__ u64 above, inside;
@@ -254,7 +254,7 @@ __device__ void set_next(int slot, int at, long long next, int limit, int* next_
     }
 }
 
-// Counts a slot's input token if it is one of the answer. A step that comes twice, as one that was launched early and
+// Counts a slot's input token if it belongs to the answer. A step that is run twice, because it was launched early and
 // dropped, counts once.
 __device__ void count_input(const Sampling& sampling, int* counts, Counted& counted, long long position, int token) {
     if (threadIdx.x == 0 && position >= sampling.num_prompt_tokens && position >= counted.position) {
@@ -292,7 +292,7 @@ __device__ void process(const Row& row, const Sampling& sampling, const unsigned
     });
 }
 
-// Where nothing is left: the logits of what the grammar allows, those of minus infinity as finite ones.
+// If no token remains: the logits of the tokens that the grammar allows, with minus infinity made finite.
 __device__ void process_grammar(const Row& row, const Sampling& sampling, const unsigned* masks, float* processed) {
     each(row, [&](int id, float logit) {
         const bool allowed = !(sampling.changes & MASKED) || masks[id / 32] >> id % 32 & 1;
@@ -300,8 +300,8 @@ __device__ void process_grammar(const Row& row, const Sampling& sampling, const 
     });
 }
 
-// logits_pipeline.log_probabilities of the model's own logits, of which `best` is the largest. A thread knows the
-// largest of its tokens that is not written yet.
+// logits_pipeline.log_probabilities of the model's own logits, of which `best` is the largest. Each thread
+// keeps the largest of its tokens that is not written yet.
 __device__ void write_logprobs(const Row& row, float best, int token, int count, Logprobs& record) {
     __shared__ double sums[32];
     const int lane = threadIdx.x % 32;

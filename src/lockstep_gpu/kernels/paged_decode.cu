@@ -8,9 +8,8 @@
 #define INFINITE __int_as_float(0x7f800000)
 
 #ifndef ON_HOST  // where the test has its own
-// Loads that stay where they are written: those that go out together cost one latency. The compiler moves other loads
-// to where their number is needed, and constant ones (.nc) still behind a branch that may end the block; relaxed ones
-// stay before it.
+// Loads that the compiler does not move: those that are issued together cost one latency. It moves plain loads to their
+// first use, and constant ones (.nc) even past a branch that may end the block; relaxed ones stay before it.
 #define LOADS(T, TYPE, REGISTER) \
     __device__ __forceinline__ T load_relaxed(const T* from) { \
         T value; \
@@ -48,14 +47,14 @@ __device__ __forceinline__ Words4 load_eight(const void* from, bool in) {  // by
     return piece;
 }
 
-// What other blocks have written: past the multiprocessor's own cache.
+// Loads of what other blocks have written: they bypass the L1 cache.
 __device__ __forceinline__ float load_fresh(const float* from) { return __ldcg(from); }
 __device__ __forceinline__ Vec4 load_fresh(const Vec4* from) {
     float4 value = __ldcg((const float4*)from);
     return Vec4{{value.x, value.y, value.z, value.w}};
 }
 
-// Adds 1; what was there before. Release and acquire: who finds all the others counted sees what they have written.
+// Adds 1, returns the value before. Release and acquire: the last block that is counted sees what all others wrote.
 __device__ __forceinline__ int arrive(int* counter) {
     int before;
     asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;"
@@ -90,17 +89,18 @@ __device__ __forceinline__ unsigned times(unsigned pair, unsigned other) {  // t
 #endif
 
 // A block: a request, a KV head with up to HEADS of its query heads (`chunk`), some splits of the row. A unit is 16
-// tokens, what a warp takes at a time; units are counted from the first that the window leaves. A split is LEAST units,
-// one behind the other, or twice, four times ... as many, so that there are at most MOST: what splits there are depends
-// on the row alone. Of a split, unit n goes to warp n % WARPS; a split's warps are put together, then the splits in
-// order. So a row has the same bits whatever blocks share its splits, and whatever rows there are beside it.
+// tokens, which a warp computes at once; units are counted from the first one in the window. A split is LEAST
+// contiguous units, or twice, four times ... as many, so that there are at most MOST splits: the splits depend on the
+// row alone. Unit n of a split goes to warp n % WARPS; the warps of a split are combined, then the splits in order. So
+// a row has the same bits however its splits are shared between blocks, and in any batch.
 //
-// In a warp, lane 4g + t. Scores are queries (8 rows, the other 8 are nothing) times keys: lanes read 16 bytes of the
-// key of token g and of token g + 8, dims 8t to 8t + 7 of each 32, or of codes 16t to 16t + 15 of each 64. So a
-// product's k-th dim is another one than in memory, the same one in queries and keys, which leaves the sum what it is.
-// Outputs are values (rows: dims) times weights (columns: heads): weights are in the registers where the scores'
+// In a warp, lane 4g + t. Scores are queries (8 rows; the other 8 are unused) times keys: lanes read 16 bytes of the
+// key of token g and of token g + 8, dims 8t to 8t + 7 of each 32, or of codes 16t to 16t + 15 of each 64. So the k-th
+// dim of a product is another one than in memory, but the same one in queries and keys, which does not change the sum.
+// Outputs are values (rows: dims) times weights (columns: heads): weights are in the registers in which the scores'
 // product left them, and lanes read 16 bytes of the values of tokens 2t, 2t + 1, 2t + 8, 2t + 9, of dims 8g to 8g + 7
-// of each 64 (of codes 16g to 16g + 15 of each 128). Nothing of the cache goes through shared memory.
+// of each 64 (of codes 16g to 16g + 15 of each 128). The cache is never staged in shared memory: no byte of it is used
+// by two warps.
 constexpr int WARPS = THREADS / 32, UNIT = 16, LEAST = 2 * WARPS, MOST = 16;
 constexpr int CHUNKS = (GROUP + HEADS - 1) / HEADS;  // blocks that share a KV head; HEADS: query heads of a block
 #if FP8
@@ -118,18 +118,18 @@ constexpr int KEY_HEAD = FP8 ? PAGE * (DIM + 1) : PAGE * DIM,
 constexpr int LINE = DIM + 8;                 // of a head in shared memory, so that lanes do not meet in a bank
 constexpr int ROPE_SIZE = (HEADS + 1) * DIM;  // numbers that a block applies RoPE to
 constexpr int ROUNDS = (ROPE_SIZE + THREADS - 1) / THREADS;
-constexpr int ITEMS = HEADS * VALUE_DIM / 4;          // four numbers each, of what a block gives
+constexpr int ITEMS = HEADS * VALUE_DIM / 4;          // of four outputs of a block
 constexpr int OWN = (ITEMS + THREADS - 1) / THREADS;  // of a thread
 #define CAP \
     (__uint_as_float(SOFTCAP) * 1.44269504f)  // of scores in powers of two; SOFTCAP: the bits of a float, 0: no cap
-constexpr int QUERY_DIM = DIM + SINKS;        // of a head in the query: a sink stands behind its numbers
+constexpr int QUERY_DIM = DIM + SINKS;        // of a head in the query: a sink is its last element
 constexpr float LOWEST = -1e30f;              // finite, so that a difference of two is a number
 
 __device__ __forceinline__ int page_of(const int* table, int unit, int pages_per_row) {
     return load_relaxed(table + min(unit / (PAGE / UNIT), pages_per_row - 1));
 }
 
-// What a lane loads at a time: 16 bytes, or 8 of codes of heads that 16 do not divide, of which the rest is nothing.
+// A load of a lane: 16 bytes; for codes of heads whose size 16 does not divide 8 bytes, padded with zeros.
 __device__ __forceinline__ Words4 load_cached(const Cached* from, bool in) {
     return LOADED * sizeof(Cached) == 16 ? load_piece(from, in) : load_eight(from, in);
 }
@@ -147,8 +147,7 @@ __device__ __forceinline__ void put_piece(Cached* to, const Words4& piece) {
 __device__ __forceinline__ int key_dim(int n, int t) { return (n / EIGHTS * 4 + t) * LOADED + n % EIGHTS * 8; }
 __device__ __forceinline__ int value_dim(int c, int g) { return (c / EIGHTS * 8 + g) * LOADED + c % EIGHTS * 8; }
 
-// What a lane needs of the tokens base to base + 15, of those from low on and before the new one, which comes from
-// shared memory.
+// A lane's share of tokens base to base + 15, from token `low` on and before the new one, which is in shared memory.
 __device__ __forceinline__ void load_keys(Words4 (&out)[2][KEY_LOADS], const Cached* keys, int page, int kv, int base,
                                           int low, int position, int g, int t) {
     const Cached* at =
@@ -199,8 +198,8 @@ __device__ __forceinline__ unsigned pair_of(const Words4& load, int piece, int w
 #endif
 }
 
-// Four numbers of a head, of several parts of a row: each part has its largest score, the sum of its weights, and its
-// values by these.
+// Four outputs of a head, combined from several parts of a row: each part has its largest score, the sum of its
+// weights, and its weighted values.
 struct Sum {
     float top = LOWEST, weight = 0;
     Vec4 values = {{0, 0, 0, 0}};
@@ -212,7 +211,7 @@ struct Sum {
 #pragma unroll
         for (int e = 0; e < 4; ++e) values.v[e] = __fmaf_rn(values.v[e], a, __fmul_rn(other.v[e], b));
     }
-    // sink: where that of the head stands. It takes its part of the weights, behind all splits, and has no values.
+    // sink: the address of the head's. It takes a share of the weights, after all splits, and has no value.
     __device__ __forceinline__ void write(Bits* out, const QK* sink) {
         if (SINKS) add(__fmul_rn(number(load_constant(sink)), 1.44269504f), 1, Vec4{{0, 0, 0, 0}});
         const float one = 1.f / weight;
@@ -237,12 +236,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const unsigned tid = threadIdx.x;
     const int warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
     const int kv = blockIdx.y / CHUNKS, chunk = blockIdx.y % CHUNKS, request = blockIdx.z;
-    // row i is request i, and nothing waits for rows[i]; BY_ROW: it is a token of row rows[i]
+    // row i is request i, so that no load waits for rows[i]; BY_ROW: it is a token of row rows[i]
     const int* table = pages + (BY_ROW ? max(load_relaxed(rows + request), 0) : request) * pages_per_row;
     const int first_head = kv * GROUP + chunk * HEADS, heads = min(HEADS, GROUP - chunk * HEADS);
     const QK* queries = query + ((long long)request * KV_HEADS * GROUP + first_head) * QUERY_DIM;
 
-    // All loads that need no position go out at once. Heads behind the last one get the RoPE of that.
+    // Issue all loads that do not depend on the position. Heads after the last one load the last one's RoPE.
     const int row = load_relaxed(rows + request);
     const int position = load_relaxed((const int*)positions + (WIDE ? 2 * request : request));  // the low half will do
     const int likely =
@@ -313,7 +312,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #endif
     }
 
-    // RoPE, while they are on their way.
+    // Apply RoPE while these loads are in flight.
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r) {
         const unsigned i = index_of(r);
@@ -323,7 +322,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (tid < VALUE_DIM / 8) *(Words4*)(fresh + tid * 8) = value_piece;
     __syncthreads();
 #if FP8
-    if (end == units && warp == (units - 1) % WARPS) {  // that takes the new token; the others need not wait
+    if (end == units && warp == (units - 1) % WARPS) {  // this warp computes the new token; the others need not wait
         encode_head<DIM>([&](int i) { return with_rope[HEADS * LINE + i]; }, lane, new_key, new_scales);
         encode_head<VALUE_DIM>([&](int i) { return fresh[i]; }, lane, new_value, new_scales + 1);
         __syncwarp();
@@ -340,7 +339,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
     const long long group = (long long)request * gridDim.y + blockIdx.y;
     Sum total[OWN];  // where this block has all splits
-    int ahead = 1;   // units whose loads have gone out
+    int ahead = 1;   // units whose loads are in flight
 #pragma unroll 1
     for (int split = first_split; split < last_split; ++split) {
         float top = LOWEST, weight = 0;       // of head g: its largest score, the sum of its weights
@@ -353,7 +352,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             const bool more = at + WARPS < end;
             if ((ahead & 31) == 0) entries = page_of(table, next / UNIT + lane * WARPS, pages_per_row);
             const int next_page = __shfl_sync(~0u, entries, ahead & 31);
-            if (base + UNIT > position) {  // the new token: into its place in the cache too, once a KV head
+            if (base + UNIT > position) {  // the new token: also write it to the cache, once per KV head
                 const long long head = (long long)new_page * KV_HEADS + kv;
                 const int in_page = position % PAGE;
 #pragma unroll
@@ -470,10 +469,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #endif
         }
 
-        // The warps of a block put their parts together.
+        // Combine the parts of the warps.
         weight += __shfl_xor_sync(~0u, weight, 1);
         weight += __shfl_xor_sync(~0u, weight, 2);
-        if (split > first_split) __syncthreads();  // all have read those of the split before
+        if (split > first_split) __syncthreads();  // all warps have read the parts of the previous split
         if (t == 0 && g < HEADS) {
             tops[warp * HEADS + g] = top;
             weights[warp * HEADS + g] = weight;
@@ -492,7 +491,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
         for (int i = 0; i < OWN; ++i) {
             const int item = tid + i * THREADS, head = item / (VALUE_DIM / 4), place = item % (VALUE_DIM / 4) * 4;
-            if (head >= heads) continue;  // also behind the last item
+            if (head >= heads) continue;  // also true after the last item
             Sum sum;
 #pragma unroll
             for (int w = 0; w < WARPS; ++w)
@@ -517,8 +516,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         return;
     }
 
-    // The last block of a row puts the splits together. The barrier puts what the block has written before its arrival,
-    // and the other one what it reads behind.
+    // The last block of a row combines the splits. This barrier orders the block's writes before it is counted, and the
+    // next one its reads after that.
     __syncthreads();
     if (tid == 0) {
         is_last = arrive(counters + group) == blocks - 1;
@@ -530,7 +529,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const int head = item / (VALUE_DIM / 4);
         if (head >= heads) continue;
         Sum sum;
-        for (int from = 0; from < splits; from += 8) {  // eight at a time on their way
+        for (int from = 0; from < splits; from += 8) {  // eight loads in flight
             Vec4 split_values[8];
             float tops_read[8], weights_read[8];
 #pragma unroll

@@ -1,7 +1,7 @@
 """The operators that have a CUDA kernel between products: how an element of a result follows from the operands'.
 
 A rule of `_RULES` gives an element where it is read. One of `_STORED_RULES` writes a loop that computes all elements
-before: of reductions, which are added up in an order that the graph alone decides, and of choices of experts. Of equal
+before: of reductions, which accumulate in an order that the graph alone decides, and of choices of experts. Of equal
 scores the first is chosen, as in ONNX, and NaN never leads to an index out of bounds.
 """
 
@@ -112,14 +112,15 @@ def _elementwise(w: Writer, node: onnx.NodeProto, name: str, index: Index, row: 
         form = _GELU[attributes_of(node).get("approximate", b"none")]
     elif node.op_type == "Pow":
         power = w.constants.get(node.input[1])
-        form = _POWERS.get(float(power.reshape(-1)[0]) if power is not None and power.size == 1 else 0.0)
-        names = names if form is None else names[:1]
-        form = form or "powf({0}, {1})"
+        form = "powf({0}, {1})"
+        if power is not None and power.size == 1 and power.item() in _POWERS:
+            form = _POWERS[power.item()]
+            names = names[:1]
     assert form is not None
     operands = [w.broadcast(operand, value, index, row) for operand in names]
     if node.op_type not in ("Min", "Max"):
         return w.combine(form, operands, value.c_type)
-    return functools.reduce(lambda some, other: w.combine(form, [some, other], value.c_type), operands)
+    return functools.reduce(lambda left, right: w.combine(form, [left, right], value.c_type), operands)
 
 
 def _clipped(w: Writer, node: onnx.NodeProto) -> str:
@@ -141,12 +142,14 @@ def _cast(w: Writer, node: onnx.NodeProto, name: str, index: Index, row: str) ->
     c_type = w.value(name).c_type
     if c_type == w.value(node.input[0]).c_type:
         return operand
-    return w.combine("{0} != 0" if c_type == "bool" else f"({c_type}){{0}}", [operand], c_type)
+    form = "{0} != 0" if c_type == "bool" else f"({c_type}){{0}}"
+    return w.combine(form, [operand], c_type)
 
 
 def _same_element(w: Writer, node: onnx.NodeProto, name: str, index: Index, row: str) -> Operand:
     """Give another shape to the same elements."""
-    value, source = w.value(name), w.value(node.input[0])
+    value = w.value(name)
+    source = w.value(node.input[0])
     is_moved = value.axis is not None and (source.axis is None or value.outer != source.outer)
     reject_if(is_moved or value.width != source.width, f"{node.op_type} {name} of one row's numbers to another")
     return w.number(node.input[0], index, row)
@@ -178,11 +181,12 @@ def _split(w: Writer, node: onnx.NodeProto, name: str, index: Index, row: str) -
 
 def _slice(w: Writer, node: onnx.NodeProto, name: str, index: Index, row: str) -> Operand:
     source = w.value(node.input[0])
-    reject_if(
-        any(operand and operand not in w.constants for operand in node.input[1:]), f"Slice {name} with computed ends"
-    )
-    numbers: list[Any] = [w.constants[operand].tolist() if operand else None for operand in node.input[1:]]
-    starts, ends, axes, steps = numbers + [None] * (4 - len(numbers))
+    parameters: list[Any] = [None, None, None, None]
+    for number, operand in enumerate(node.input[1:]):
+        if operand:
+            reject_if(operand not in w.constants, f"Slice {name} with computed ends")
+            parameters[number] = w.constants[operand].tolist()
+    starts, ends, axes, steps = parameters
     axes = axes or range(len(starts))
     steps = steps or [1] * len(starts)
     strides = list(source.strides)
@@ -212,19 +216,23 @@ def _concat(w: Writer, node: onnx.NodeProto, name: str, index: Index, row: str) 
     form = ""
     first = 0
     for number, (operand, size) in enumerate(zip(node.input, sizes, strict=True)):
-        last = size - (WIDE if index.unit else 1)
+        last = size - WIDE if index.unit else size - 1
         clamped = f"{place} < {first} ? 0 : {place} < {first + size} ? {place} - {first} : {last}"
         at_operand = w.new()
         w.lines.append(f"int {at_operand} = ({index.base}) / {full} * {size} + ({clamped});")
         operands.append(w.number(operand, Index(at_operand, index.unit), row))
         first += size
-        form += f"{place} < {first} ? {{{number}}} : " if number < len(sizes) - 1 else f"{{{number}}}"
+        if number < len(sizes) - 1:
+            form += f"{place} < {first} ? {{{number}}} : "
+        else:
+            form += f"{{{number}}}"
     return w.combine(form, operands, value.c_type)
 
 
 def _gather(w: Writer, node: onnx.NodeProto, name: str, index: Index, row: str) -> Operand:
     """Read what integers choose along an axis, or rows of a value by an input of row numbers."""
-    source, ids = w.value(node.input[0]), w.value(node.input[1])
+    source = w.value(node.input[0])
+    ids = w.value(node.input[1])
     axis = attributes_of(node).get("axis", 0) % len(source.sizes)
     if axis == source.axis:
         reject_if(ids.width != 1 or source.sizes[axis] != 1 or row != "row", f"Gather {name} along rows")
@@ -250,10 +258,15 @@ def _chosen(
     if index.unit and (inner % WIDE or per_inner):
         return w.one_by_one(lambda at: w.number(name, at, row), index, w.value(name).c_type)
     source_size = source.sizes[axis] * inner
-    outer = f"({index.base}) / {count * inner} * {source_size} + " if source.width > source_size else ""
-    which = index.base
-    if not per_inner:  # the same integers for all that lies outside of the axis
-        which = f"({index.base}) / {inner} % {count}" if count > 1 else "0"
+    outer = ""
+    if source.width > source_size:
+        outer = f"({index.base}) / {count * inner} * {source_size} + "
+    if per_inner:
+        which = index.base
+    elif count > 1:  # the same integers for all elements outside of the axis
+        which = f"({index.base}) / {inner} % {count}"
+    else:
+        which = "0"
     number, _ = w.number(node.input[1], Index(which, False), row)
     at = w.new()
     w.lines.append(f"long long {at} = {outer}(long long){number} * {inner} + ({index.base}) % {inner};")
@@ -307,7 +320,7 @@ def _axes(w: Writer, node: onnx.NodeProto) -> list[int]:
 
 
 def _is_short(w: Writer, node: onnx.NodeProto) -> bool:
-    """Return whether a node adds up an axis that isn't the last: the taps of a short convolution."""
+    """Return whether a node accumulates over an axis that isn't the last: the taps of a short convolution."""
     sizes = w.value(node.input[0]).sizes
     axes = _axes(w, node)
     is_sum = node.op_type in ("ReduceSum", "ReduceMean")
@@ -324,7 +337,9 @@ def _short_sum(w: Writer, node: onnx.NodeProto, name: str, index: Index, row: st
         w.view(node.input[0], terms_value, strides, tap * source.strides[axis], index, row) for tap in range(count)
     ]
     form = " + ".join(f"{{{tap}}}" for tap in range(count))
-    return w.combine(f"({form}) / {count}.0f" if node.op_type == "ReduceMean" else form, terms)
+    if node.op_type == "ReduceMean":
+        form = f"({form}) / {count}.0f"
+    return w.combine(form, terms)
 
 
 def _reduce(w: Writer, node: onnx.NodeProto) -> bool:
@@ -336,7 +351,7 @@ def _reduce(w: Writer, node: onnx.NodeProto) -> bool:
     reduced = _axes(w, node)
     kept_axes = [axis for axis in range(len(source.sizes)) if axis not in reduced]
     order = [*kept_axes, *reduced]
-    turned = Value(tuple(source.sizes[axis] for axis in order), None, source.element)
+    transposed = Value(tuple(source.sizes[axis] for axis in order), None, source.element)
     strides = [source.strides[axis] for axis in order]
     groups = math.prod(source.sizes[axis] for axis in kept_axes)
     size = math.prod(source.sizes[axis] for axis in reduced)
@@ -345,7 +360,7 @@ def _reduce(w: Writer, node: onnx.NodeProto) -> bool:
     scale = f" * {np.float32(1 / size):.9e}f" if node.op_type == "ReduceMean" else ""
 
     def add(index: Index) -> None:
-        text, vector = w.view(node.input[0], turned, strides, 0, index, "row")
+        text, vector = w.view(node.input[0], transposed, strides, 0, index, "row")
         if vector:
             w.lines += [
                 "#pragma unroll",
@@ -389,7 +404,8 @@ def _top_k(w: Writer, node: onnx.NodeProto) -> bool:
     count = int(w.constants[node.input[1]].reshape(-1)[0])
     groups = source.width // size
     scores = w.store_array(node.input[0], node.input[0])
-    values, ids = w.shared(groups * count), w.shared(groups * count)
+    values = w.shared(groups * count)
+    ids = w.shared(groups * count)
     sign = ">" if attributes.get("largest", 1) else "<"
     w.lines += [
         f"EACH(i, {groups * count}) {values}[i] = {ids}[i] = 0.0f;",
@@ -465,7 +481,7 @@ class InParts(Pass):
         graph = model.graph
         is_changed = False
         for node in [*graph]:
-            (out, *others) = node.outputs
+            (out, *statistics) = node.outputs
             axis = attribute(node, "axis", -1)
             writer = GraphWriter(graph, f"{out.name}/part", before=node)
             if node.op_type == "Softmax":
@@ -474,7 +490,7 @@ class InParts(Pass):
                 numbers = writer.op("Exp", below)
                 writer.op("Div", numbers, writer.op("ReduceSum", numbers, [axis]), replaces=out)
                 is_changed = True
-            elif node.op_type == "LayerNormalization" and not others and axis == -1:
+            elif node.op_type == "LayerNormalization" and not statistics and axis == -1:
                 _norm(writer, node)
                 is_changed = True
         return PassResult(model, is_changed)
@@ -482,11 +498,11 @@ class InParts(Pass):
 
 def _norm(writer: GraphWriter, node: ir.Node) -> None:
     x, gain, *bias = map(required, node.inputs)
-    off = writer.op("Sub", x, writer.op("ReduceMean", x, [-1]))
-    variance = writer.op("ReduceMean", writer.op("Mul", off, off), [-1])
+    centered = writer.op("Sub", x, writer.op("ReduceMean", x, [-1]))
+    variance = writer.op("ReduceMean", writer.op("Mul", centered, centered), [-1])
     # float32 even in a float16 graph, because epsilon may be too small: so types are not checked.
     epsilon = np.array(attribute(node, "epsilon", 1e-5), np.float32)
-    scaled = writer.op("Div", off, writer.op("Sqrt", writer.op("Add", variance, epsilon)))
+    scaled = writer.op("Div", centered, writer.op("Sqrt", writer.op("Add", variance, epsilon)))
     if bias:
         writer.op("Add", writer.op("Mul", scaled, gain), *bias, replaces=node.outputs[0])
     else:

@@ -1,10 +1,9 @@
 """Write the CUDA kernel of a piece of a graph: loops over a row, whose elements are expressions of other elements.
 
-The piece is computed for one row, a token or a request. Its values are rows, or alike for all rows. `row_operators` has
-a rule for each operator, which gives an element of its result from elements of its operands, down to the inputs;
+The piece is computed for one row, a token or a request. Its values are rows, or the same for all rows. `row_operators`
+has a rule for each operator, which gives an element of its result from elements of its operands, down to the inputs;
 results of reductions and choices are in shared memory or registers before others read them. An index counts the
-elements of a row in C order. A loop takes eight elements at once where they lie together; where an operator parts them,
-it takes one after another.
+elements of a row in C order. A loop takes eight elements at once where they are contiguous, else one at a time.
 """
 
 from __future__ import annotations
@@ -50,12 +49,14 @@ class Index:
     unit: bool
 
     def plus(self, offset: int) -> Index:
-        return self if not offset else Index(f"{self.base} + {offset}", self.unit)
+        if not offset:
+            return self
+        return Index(f"{self.base} + {offset}", self.unit)
 
 
 @dataclass(frozen=True)
 class Value:
-    """A value for one row. sizes: its shape for one row; axis: that of rows, None if it is alike for all rows."""
+    """A value for one row. sizes: its shape for one row; axis: that of rows, None if it is the same for all rows."""
 
     sizes: Sizes
     axis: int | None
@@ -71,7 +72,7 @@ class Value:
 
     @property
     def outer(self) -> int:
-        """Return the product of the sizes before the axis of rows: 1 if the elements of a row lie together."""
+        """Return the product of the sizes before the axis of rows: 1 if a row is contiguous."""
         return math.prod(self.sizes[: self.axis or 0])
 
     @property
@@ -84,7 +85,8 @@ def constant_of(number: float) -> str:
     if math.isnan(number):
         return "__int_as_float(0x7fc00000)"
     if math.isinf(number):
-        return "__int_as_float(0xff800000)" if number < 0 else "__int_as_float(0x7f800000)"
+        bits = "0xff800000" if number < 0 else "0x7f800000"
+        return f"__int_as_float({bits})"
     return f"{np.float32(number):.9e}f"
 
 
@@ -96,9 +98,9 @@ def mapped(sizes: Sequence[int], strides: Sequence[int], offset: int, index: Ind
         strides: Elements of the operand from one to the next along each axis of the value; 0 where it is repeated.
         offset: The operand's element that is the value's first.
 
-    Returns None for a vector whose elements do not lie together in the operand.
+    Returns None for a vector whose elements are not contiguous in the operand.
     """
-    axes: list[tuple[int, int]] = []  # axes along which one stride leads from element to element are one
+    axes: list[tuple[int, int]] = []  # neighbours with one stride are merged
     for size, stride in zip(sizes, strides, strict=True):
         if axes and axes[-1][1] == stride * size:
             axes[-1] = axes[-1][0] * size, stride
@@ -121,9 +123,16 @@ def mapped(sizes: Sequence[int], strides: Sequence[int], offset: int, index: Ind
     inner = math.prod(size for size, _ in axes)
     for number, (size, stride) in enumerate(axes):
         inner //= size
-        term = f"({index.base})" + (f" / {inner}" if inner > 1 else "") + (f" % {size}" if number else "")
-        if stride:
-            terms.append(term + (f" * {stride}" if stride > 1 else ""))
+        if not stride:  # the operand is repeated along this axis
+            continue
+        term = f"({index.base})"
+        if inner > 1:
+            term += f" / {inner}"
+        if number:  # the outermost quotient is below its size
+            term += f" % {size}"
+        if stride > 1:
+            term += f" * {stride}"
+        terms.append(term)
     return Index(" + ".join(terms), unit).plus(offset)
 
 
@@ -144,7 +153,9 @@ class Writer:
         self._stored_rules = stored_rules
         self._wide = wide
         self._inputs = {value.name: value for value in piece.graph.input}
-        self.maker = {out: node for node in piece.graph.node for out in node.output}
+        self._producers: dict[str, onnx.NodeProto] = {}
+        for node in piece.graph.node:
+            self._producers |= dict.fromkeys(node.output, node)
         self.constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in piece.graph.initializer}
         for node in piece.graph.node:
             if node.op_type == "Constant":
@@ -180,8 +191,13 @@ class Writer:
         for name in codes:
             self._quantize(outputs.index(name), widths[name])
         reject_if(self._shared_nbytes > _MAX_SHARED, f"values of {self._shared_nbytes >> 10} KiB for each row")
-        threads = min(_MAX_THREADS if is_shared else _THREADS, -(-self._longest // 32) * 32)
-        blocks = 1 if is_shared else -(-self._longest // threads)
+        threads = -(-self._longest // 32) * 32
+        if is_shared:  # all threads of a row read its shared memory
+            threads = min(_MAX_THREADS, threads)
+            blocks = 1
+        else:
+            threads = min(_THREADS, threads)
+            blocks = -(-self._longest // threads)
         head = [f"constexpr int THREADS = {threads}, BLOCKS = {blocks};"]
         head += ["long long row = blockIdx.x / BLOCKS;", "int chunk = blockIdx.x % BLOCKS;"]
         head += ["next_may_start();", WAIT]
@@ -199,11 +215,11 @@ class Writer:
         if name in self.constants:
             array = self.constants[name]
             return Value(array.shape, None, onnx.helper.np_dtype_to_tensor_dtype(array.dtype))
-        value = self._values.get(name)
+        value = self._values.get(name, "of an unknown shape")
         if isinstance(value, Value):
             return value
-        node = self.maker.get(name)
-        raise Unsupported(f"{node.op_type if node else 'the input'} {name} {value or 'of an unknown shape'}")
+        producer = self._producers[name].op_type if name in self._producers else "the input"
+        raise Unsupported(f"{producer} {name} {value}")
 
     def axis_of(self, axis: int, name: str, node: onnx.NodeProto) -> int:
         """Return an axis of a value, counted from the first; a node works along it, so it is not that of rows."""
@@ -214,8 +230,8 @@ class Writer:
 
     def source(self, name: str) -> str:
         """Return the source of a weight's casts and reshapes."""
-        while name in self.maker and self.maker[name].op_type in _SHAPING:
-            name = self.maker[name].input[0]
+        while name in self._producers and self._producers[name].op_type in _SHAPING:
+            name = self._producers[name].input[0]
         return name
 
     def is_input(self, name: str) -> bool:
@@ -288,12 +304,19 @@ class Writer:
     def loop(self, width: int, body: Callable[[Index], None], groups: int = 0) -> None:
         """Write a loop of all threads over a row's elements, or of a warp over those of its group."""
         unit = width % WIDE == 0
-        count = width // WIDE if unit else width
-        first = f"group * {width} + " if groups else ""
+        count = width
+        element = "v"
+        if unit:
+            count = width // WIDE
+            element = f"v * {WIDE}"
+        macro = "EACH"
+        if groups:
+            macro = "EACH_OF_GROUP"
+            element = f"group * {width} + {element}"
         self._longest = max(self._longest, count * max(1, groups))
         self._memo = {}
-        self.lines.append(f"EACH{'_OF_GROUP' if groups else ''}(v, {count}) {{")
-        body(Index(first + (f"v * {WIDE}" if unit else "v"), unit))
+        self.lines.append(f"{macro}(v, {count}) {{")
+        body(Index(element, unit))
         self.lines.append("}")
         self._memo = {}
 
@@ -322,8 +345,7 @@ class Writer:
             variable = self.new()
             self.lines.append(f"{c_type} {variable} = {form.format(*(text for text, _ in operands))};")
             return variable, False
-        texts = [f"{text}[j]" if vector else text for text, vector in operands]
-        return self._vector(form.format(*texts), c_type), True
+        return self._vector(form.format(*map(_element, operands)), c_type), True
 
     def _vector(self, text: str, c_type: str = "float") -> str:
         """Write a vector whose elements are an expression; return its variable."""
@@ -350,21 +372,22 @@ class Writer:
         outputs = [value.name for value in self._graph.output]
         for name in names:
             number = outputs.index(name)
-            text, vector = self.number(name, index, "row")
-            at = f"out{number} + row * out_step{number} + {index.base}"
-            if self.value(name).element not in STORED:
-                if index.unit:
-                    text = f"{text}[j]" if vector else text
-                    self.lines.append(f"for (int j = 0; j < {WIDE}; j++) ({at})[j] = (int){text};")
-                else:
-                    self.lines.append(f"*({at}) = (int){text};")
-            elif not index.unit:
-                text = text if name in self._wide else f"narrow({text})"
-                self.lines.append(f"*({at}) = {text};")
-            else:
+            operand = self.number(name, index, "row")
+            text, vector = operand
+            address = f"out{number} + row * out_step{number} + {index.base}"
+            is_float = self.value(name).element in STORED
+            if is_float and index.unit:
                 if not vector:
                     text = self._vector(text)
-                self.lines.append(f"store8({at}, {text});")
+                self.lines.append(f"store8({address}, {text});")
+            elif is_float and name in self._wide:
+                self.lines.append(f"*({address}) = {text};")
+            elif is_float:
+                self.lines.append(f"*({address}) = narrow({text});")
+            elif index.unit:
+                self.lines.append(f"for (int j = 0; j < {WIDE}; j++) ({address})[j] = (int){_element(operand)};")
+            else:
+                self.lines.append(f"*({address}) = (int){text};")
 
     def _quantize(self, number: int, width: int) -> None:
         """Write the quantization of a stored output to e4m3."""
@@ -400,7 +423,7 @@ class Writer:
             return self._stored[name].format(index.base), False
         if name in self._inputs:
             return self._load(name, index, row)
-        node = self.maker[name]
+        node = self._producers[name]
         rule = self._rules.get(node.op_type)
         if rule is None:
             raise Unsupported(node.op_type)
@@ -418,16 +441,17 @@ class Writer:
     def broadcast(self, name: str, value: Value, index: Index, row: str) -> Operand:
         """Return the element of an operand that is broadcast to `index` of a value."""
         operand = self.value(name)
-        missing = len(value.sizes) - len(operand.sizes)
-        strides = [0] * missing + [
-            stride if size > 1 else 0 for size, stride in zip(operand.sizes, operand.strides, strict=True)
-        ]
+        strides = [0] * (len(value.sizes) - len(operand.sizes))
+        for size, stride in zip(operand.sizes, operand.strides, strict=True):
+            strides.append(stride if size > 1 else 0)
         return self.view(name, value, strides, 0, index, row)
 
     def _constant(self, name: str, index: Index) -> Operand:
         array = self.constants[name]
-        is_float = array.dtype.kind == "f"
-        texts = [constant_of(float(number)) if is_float else str(int(number)) for number in array.reshape(-1)]
+        if array.dtype.kind == "f":
+            texts = [constant_of(float(number)) for number in array.reshape(-1)]
+        else:
+            texts = [str(int(number)) for number in array.reshape(-1)]
         if len(texts) == 1:
             return texts[0], False
         if name not in self._tables:
@@ -447,11 +471,12 @@ class Writer:
         if kind in (INDEX, CHOICES):
             if index.unit:
                 return self.one_by_one(lambda at: self.number(name, at, row), index, value.c_type)
-            place = f"in{number}[{row} * step{number} + {index.base}]"
-            text = f"integer(in{number}, step{number}, {row})" if kind == INDEX else place
+            text = f"in{number}[{row} * step{number} + {index.base}]"
+            if kind == INDEX:  # of 32 or 64 bits, which the step says
+                text = f"integer(in{number}, step{number}, {row})"
             self.lines.append(f"long long {variable} = {text};")
             return variable, False
-        reject_if(kind != WEIGHT and kind != ROWS or value.element not in STORED, f"the input {name} of another type")
+        reject_if(kind not in (WEIGHT, ROWS) or value.element not in STORED, f"the input {name} of another type")
         reject_if(value.axis is not None and value.outer > 1, f"the input {name} {list(value.sizes)}")
         offset = f"{row} * step{number} + {index.base}" if kind == ROWS else index.base
         if index.unit and kind == ROWS and value.width % WIDE:  # rows that start anywhere
@@ -467,8 +492,14 @@ Rule = Callable[[Writer, onnx.NodeProto, str, Index, str], Operand]
 StoredRule = Callable[[Writer, onnx.NodeProto], bool]
 
 
+def _element(operand: Operand) -> str:
+    """Return the C++ expression of an operand's element in a loop over j."""
+    text, vector = operand
+    return f"{text}[j]" if vector else text
+
+
 def _values_of_a_row(piece: onnx.ModelProto) -> dict[str, Value | str]:
-    """Return the values that do not differ but by rows, by name; of another value why it has no rows."""
+    """Return {name: value} of the values that only grow with the rows; of any other value why it has no rows."""
     of_a_row = _shapes(piece, 1)
     of_several = _shapes(piece, _TRIED_ROWS)
     values: dict[str, Value | str] = {}

@@ -1,16 +1,16 @@
-// Products of rows of fp16 with a weight [out_features, in_features] of int8 or int4, and such a weight as KIND.
+// GEMMs of fp16 rows with an int8 or int4 weight [out_features, in_features], and dequantization of one to KIND.
 //
 // Weights are as MatMulNBits has them: uint8 less 128, or four bits less 8, the first of two in the low half of a byte;
 // scales fp16 [out_features, num_groups], 2^8 times as large as they are, so that few are too small for fp16.
 //
-// gemv, of up to eight rows, or up to sixteen (HALVES is 2): a warp makes 16 * TILES outputs of a part of in_features
-// with mma.m16n8k16: weights are its matrix A, rows of activations the columns of B, sums are fp32. Of a block's warps
-// ACROSS make different outputs of the same columns, so that the L1 cache has the activations that they share, and DEEP
-// the same outputs of different columns; in turn each takes PIECES pieces, one behind the other, of 512 bits of a
-// weight's row for each four lanes. Which of the four lanes holds which column is free in a sum, as long as A and B
-// agree: so each lane reads 16 bytes in order, of weights and of the same columns of activations. Weights are read one
-// turn ahead, the first before the kernel in front has ended; with PREFETCH the L2 cache is told to fetch 256 bytes at
-// a time. A weight may be up to three, one behind the other, each with an output of its own.
+// gemv, of up to eight rows, or up to sixteen (HALVES is 2): a warp computes 16 * TILES outputs over a part of
+// in_features with mma.m16n8k16: weights are matrix A, rows of activations the columns of B, accumulators are fp32. Of
+// a block's warps, ACROSS compute different outputs from the same columns, so that the activations they share stay in
+// the L1 cache, and DEEP compute the same outputs from different columns. In turn, each takes PIECES contiguous pieces
+// of 512 bits of a weight's row for each four lanes. A sum does not depend on which of the four lanes holds which
+// column, as long as A and B agree: so each lane reads 16 contiguous bytes of weights, and the same columns of
+// activations. Weights are loaded one turn ahead, the first before the previous kernel has ended; with PREFETCH the L2
+// cache prefetches 256 bytes at a time. A weight may be the concatenation of up to three, each with a separate output.
 #include "overlap.cuh"
 
 #define UNSCALE 0.00390625f

@@ -1,7 +1,6 @@
-// Token mixers with a state, float32, that lies in the row of a request. The sizes of a mixer are macros
-// (state_kernels.py). A block takes some columns of a request's new tokens, one token after another: so a request has
-// the same bits in every cut, and beside any others. KIND: the type of what blocks give and take, 0 for fp32
-// (numbers.cuh).
+// Token mixers with a state, float32, in the row of a request. The sizes of a mixer are macros (state_kernels.py). A
+// block takes some columns of a request's new tokens, one token after another, so a request has the same bits however
+// its prompt is chunked, and in any batch. KIND: the type of inputs and outputs, 0 for fp32 (numbers.cuh).
 #include "rows.cuh"
 
 #ifndef WIDTH  // for editors and checks of the syntax
@@ -42,7 +41,7 @@ __device__ __forceinline__ Span span_of(int request, const int* bounds, int sing
 }
 
 #if WIDTH
-// Each token beside the WIDTH - 1 before it, the oldest first. state [WIDTH - 1, SIZE].
+// Writes each token with the WIDTH - 1 tokens before it, the oldest first. state: [WIDTH - 1, SIZE].
 extern "C" __global__ void __launch_bounds__(THREADS)
     token_window(const Element* value, Element* out, float* states, const int* bounds, int single, const int* rows,
                  const void* positions) {

@@ -1,17 +1,17 @@
-// What is sent between the ranks of a model (WORLD of them), and sums that are made where they are read.
+// Communication between the WORLD ranks of a model, and all-reduces that a kernel computes where it reads its input.
 //
-// Each rank writes into its place of every other's memory. A number counts the launches, the same on all ranks: a rank
-// that is in launch n has ended launch n-1, in which it saw all others begin that one, so each has ended launch n-2,
-// whose memory may be written now. Sums are made in rank order, in float32, and rounded once: all ranks hold the same
+// Each rank writes into its section of every other rank's memory. Launches are numbered, alike on all ranks: a rank in
+// launch n has ended launch n-1, in which it saw all others begin that launch, so each has ended launch n-2, whose
+// memory may be overwritten now. Sums accumulate in rank order, in fp32, and are rounded once: all ranks get the same
 // bits.
 //
-// Terms of sums go without flags or fences: memory for them holds EMPTY, NaN that nobody sends, until they have come.
-// It has three parts in turn: what has come in one launch is emptied in the next, and written in the one behind that.
+// Terms of sums need no flags or fences: their memory holds EMPTY, a NaN that no rank sends, until they arrive. It has
+// three sections, used in turn: one is filled in a launch, cleared in the next, and filled again in the third.
 //
-// A rank that waits too long notes for whom, on the host too, and waits no more; the host may note that nobody will
-// come. Threads look at the host only when they have waited long: its memory answers reads of one address one at a
-// time, in 1 us each. A thousand warps that read it end a sum a millisecond late, so that the other ranks wait for the
-// next one, and read it too.
+// A rank that waits too long records for which one, on the host too, and stops waiting; the host may record that no
+// rank will answer. Threads poll the host only after a long wait: reads of one address in its memory are served one at
+// a time, 1 us each. A thousand polling warps would delay a sum by a millisecond, so that the other ranks wait for the
+// next one, and poll too.
 #pragma once
 #include "numbers.cuh"
 
@@ -22,16 +22,16 @@
 
 #ifndef ON_HOST  // where the test has its own
 
-constexpr int MOST_BLOCKS = 128;  // a launch has at most, where flags are raised
+constexpr int MOST_BLOCKS = 128;  // of a launch that raises flags
 constexpr unsigned EMPTY = 0xffffffffu;
-constexpr long long LATE = 100000000;  // nanoseconds after which a thread that waits looks at the host
+constexpr long long LATE = 100000000;  // nanoseconds after which a waiting thread polls the host
 
 struct Group {
     const u64* peers;  // addresses at each rank, [inbox, flags, values, terms][WORLD]
-    unsigned* state;   // of this rank: number of the last launch, blocks that are through, rank that did not come, plus
-                       // 1, units of terms that came
-    unsigned* lost;    // on the host, the last of these; other than 0: nobody is waited for
-    int rank, slot;    // slot: units (of 16 bytes) of a rank's place in an inbox; ROOM: of terms
+    unsigned* state;   // of this rank: number of the last launch, blocks that have ended, missing rank plus 1, units of
+                       // terms that arrived
+    unsigned* lost;    // on the host: the missing rank plus 1; not 0: stop waiting
+    int rank, slot;    // slot: units (of 16 bytes) of a rank's section of an inbox; ROOM: of its terms
     long long limit;   // nanoseconds
 
     __device__ Group(const void* peers, void* state, void* lost, int rank, int slot, int seconds)
@@ -47,7 +47,7 @@ struct Group {
     __device__ unsigned* flag(int at, int phase, int from) const {
         return (unsigned*)peers[WORLD + at] + (phase * WORLD + from) * MOST_BLOCKS + blockIdx.x;
     }
-    // Where a rank writes the address of its values for this block of another one.
+    // Where a rank writes the address of its values for this block of rank `at`.
     __device__ volatile u64* values(int at, int from) const {
         return (volatile u64*)peers[2 * WORLD + at] + from * MOST_BLOCKS + blockIdx.x;
     }
@@ -55,12 +55,12 @@ struct Group {
         return (uint4*)peers[3 * WORLD + at] + (long long)(launch % 3 * WORLD + from) * ROOM;
     }
 
-    // The number of this launch. Behind the largest comes 4, whose places are not those of the largest (of 2, of 3).
+    // The number of this launch. The largest is followed by 4, whose sections differ from its own (modulo 2 and 3).
     __device__ unsigned begin() const {
         unsigned launch = *(volatile unsigned*)state + 1;
         return launch ? launch : 4;
     }
-    // Units that came in the last launch, and are emptied in this one.
+    // Units that arrived in the last launch, and are cleared in this one.
     __device__ int last_units() const { return ((volatile unsigned*)state)[3]; }
     __device__ void empty(unsigned launch, int i) const {
         for (int from = 0; from < WORLD; ++from)
@@ -69,7 +69,7 @@ struct Group {
     __device__ void empty_all(unsigned launch, int first, int step) const {
         for (int i = first, units = last_units(); i < units; i += step) empty(launch, i);
     }
-    // Called by one thread of each block, when none of it reads the last number any more; whether all others have.
+    // Called by one thread of each block, once no thread of it reads the number any more; true in the last block.
     __device__ bool is_last() const { return atomicAdd(state + 1, 1u) == gridDim.x - 1; }
     __device__ void end(unsigned launch, int units = 0) const {
         state[1] = 0;

@@ -81,7 +81,10 @@ def cut(request) -> Cut:
 def applied(head: HeadTables, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """As the kernel does it: x [num_tokens, heads, head_dim] of any type, in float32."""
     x = x.astype(np.float32)
-    return x[:, :, head.first] * head.own[positions][:, None] + x[:, :, head.second] * head.other[positions][:, None]
+    return (
+        x[:, :, head.first] * head.first_weight[positions][:, None]
+        + x[:, :, head.second] * head.second_weight[positions][:, None]
+    )
 
 
 def test_the_tables_turn_as_the_graph_does(cut, tmp_path) -> None:
@@ -228,11 +231,11 @@ def test_a_handmade_encoding_is_read(tmp_path, heads) -> None:
     assert not tables.separate
     assert tables.query.second.tolist() == [2, 3, 0, 1]
     # cosine and sine in float32: the last bit of theirs
-    np.testing.assert_allclose(tables.query.own, np.cos(np.tile(angles, 2)), atol=2**-23)
+    np.testing.assert_allclose(tables.query.first_weight, np.cos(np.tile(angles, 2)), atol=2**-23)
     np.testing.assert_allclose(
         tables.query.other, np.concatenate([-np.sin(angles), np.sin(angles)], axis=1), atol=2**-23
     )
-    assert read_rope_tables(run, 1, "here").query.own.tolist() == [[1, 1, 1, 1]]
+    assert read_rope_tables(run, 1, "here").query.first_weight.tolist() == [[1, 1, 1, 1]]
 
 
 ORDER = "order = Constant<value_ints = [1, 2, 3, 0]>()  moved = Gather<axis = -1>"
@@ -255,7 +258,7 @@ def test_queries_and_keys_may_differ_and_elements_may_move(tmp_path, changes) ->
     assert tables.separate and own.shape == other.shape == (POSITIONS, 2, 4) and partner.shape == (2, 2, 4)
     plain = read_rope_tables(executable(handmade(), tmp_path), POSITIONS, "here").query
     is_of_keys = "query" in changes  # what is as ever
-    np.testing.assert_array_equal(own[:, int(is_of_keys)], plain.own)
+    np.testing.assert_array_equal(own[:, int(is_of_keys)], plain.first_weight)
     np.testing.assert_array_equal(partner[int(is_of_keys)], [plain.first, plain.second])
 
 

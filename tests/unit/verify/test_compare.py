@@ -304,7 +304,7 @@ def test_a_rotary_encoding_is_its_graph_and_no_plan(gpu, demo, tmp_path) -> None
     dim = onnx.load(file).graph.output[0].type.tensor_type.shape.dim[2].dim_value
     assert read.second.tolist() == [*range(dim // 2, dim), *range(dim // 2)]
     # The first frequency is 1; cosines are fp16.
-    assert np.abs(read.own[:, 0] - np.cos(np.arange(8))).max() < 2**-11
+    assert np.abs(read.first_weight[:, 0] - np.cos(np.arange(8))).max() < 2**-11
     assert [node.op_type for node in onnx.load(file).graph.node].count("Cos") == 1
 
 
