@@ -1,4 +1,4 @@
-"""Who may send a request: its API key, and the page it comes from."""
+"""Access checks of a request: its API key, and the origin of the page that sends it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def check_key(authorization: str, keys: Sequence[bytes]) -> None:
     if is_bearer:
         key = credentials.strip().encode()
     TENANT.set(hashlib.sha256(key).hexdigest())
-    # Compare with all of them: the time must not tell which one was close.
+    # Compare with all keys: the time must not tell how close one was.
     if sum(hmac.compare_digest(key, other) for other in keys):
         return
     fault = "nothing"

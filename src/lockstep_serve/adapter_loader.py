@@ -28,7 +28,7 @@ class AdapterLoader:
     """A reader of adapters, one at a time, in the order of requests, checked against `checkpoint_json`."""
 
     def __init__(self, adapters: Adapters, checkpoint_json: str | None, deliver: Callable[[ReadAdapter], None]):
-        """Begin without a thread; deliver: gets each adapter that was read."""
+        """The thread starts with the first folder. deliver: called with each adapter that was read."""
         self.adapters = adapters
         self._checkpoint = checkpoint_json
         self._deliver = deliver
@@ -45,7 +45,7 @@ class AdapterLoader:
 
     def read(self, name: str, folder: str) -> LoadedAdapter:
         """Check and read a folder at once. Raises InputError."""
-        assert self._checkpoint is not None  # nobody asks otherwise
+        assert self._checkpoint is not None  # without one, the API process refuses adapters
         return read_folder(Path(folder), name, CheckpointManifest.load(self._checkpoint), self._most_bytes)
 
     def _work(self) -> None:
@@ -55,6 +55,6 @@ class AdapterLoader:
                 adapter: LoadedAdapter | str = self.read(frame.name, frame.folder)
             except LockstepError as error:
                 adapter = str(error)
-            except Exception as error:  # the client gets it, and the thread goes on with the next folder
+            except Exception as error:  # the client gets the error, and the thread reads the next folder
                 adapter = f"adapter {frame.name!r}: {frame.folder}: expected an adapter, found {fault_of(error)}"
             self._deliver(ReadAdapter(frame.id, adapter))

@@ -24,7 +24,7 @@ Stamp = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True)
 class LoadedFolder:
-    """A loaded adapter's folder, a stamp of its files then, and the digest of its tensors."""
+    """A loaded adapter's folder, the stamp of its files when they were read, and the digest of its tensors."""
 
     folder: Path
     stamp: Stamp | None
@@ -35,17 +35,17 @@ class Adapters:
     """The names of adapters, and which of them the engine has loaded."""
 
     def __init__(self, model: str, root: Path | None, is_used: Callable[[str], bool]):
-        """Begin without an engine; root: requests may name folders below it as adapters; None: no folders."""
+        """Start without an engine. root: requests may name folders below it as adapters; None: no folders."""
         self._model = model
         self._root = root and root.resolve()
         self._is_used = is_used
-        self._loaded: dict[str, LoadedFolder] = {}  # while the server runs, the least recently used first
+        self._loaded: dict[str, LoadedFolder] = {}  # since the server started, the least recently used first
         self._configured: Mapping[str, str] = {}  # {name: sha256} of the config's adapters
         self._link: EngineLink | None = None
         self._loading: dict[str, tuple[Path, asyncio.Task[LoadedFolder]]] = {}  # by name
-        self._reloading: set[str] = set()  # names that the starting engine was told to load again
+        self._reloading: set[str] = set()  # names that the starting engine loads again
         self._numbers = itertools.count()
-        self._answers: dict[int, asyncio.Future[Loaded]] = {}  # of the engine, by number
+        self._answers: dict[int, asyncio.Future[Loaded]] = {}  # of the engine, by request number
 
     # -- names
 
@@ -91,7 +91,7 @@ class Adapters:
         """Load the folder that a request names as its adapter, where allowed and needed. Raises BadRequest."""
         if lora is None or self._root is None or lora in self._configured:
             return
-        if lora in self._loading:  # under this name, which may differ from its folder's
+        if lora in self._loading:  # under this name, which may differ from that of its folder
             await asyncio.shield(self._loading[lora][1])
         if lora in self._loaded:
             return self._use(lora)
@@ -141,7 +141,7 @@ class Adapters:
             _check_name("lora_name", name)
             _, folder = self._find(folder)
             if name in self._configured or name in self._loaded:
-                raise BadRequest(f"lora_name: expected a new name, found {name!r}, which is there", "lora_name", 409)
+                raise BadRequest(f"lora_name: expected a new name, found {name!r}, which is loaded", "lora_name", 409)
         if name not in self._loading:
             task = asyncio.create_task(self._load(name, folder))
             self._loading[name] = folder, task
@@ -155,7 +155,7 @@ class Adapters:
     def _has_loaded(self, name: str, task: asyncio.Task[LoadedFolder]) -> None:
         del self._loading[name]
         if not task.cancelled():
-            task.exception()  # read, or asyncio logs it where no request waits for the task
+            task.exception()  # read the exception, or asyncio logs it if no request awaits the task
 
     async def _load(self, name: str, folder: Path) -> LoadedFolder:
         loaded = self._loaded
@@ -226,7 +226,8 @@ class Adapters:
 
 def _one_of(names: Sequence[str]) -> str:
     """Return names for an error; the first ones of many."""
-    return f"one of {truncate_list(names)}" if len(names) > 1 else truncate_list(names)
+    choices = truncate_list(names)
+    return f"one of {choices}" if len(names) > 1 else choices
 
 
 def _check_name(field: str, name: str) -> None:

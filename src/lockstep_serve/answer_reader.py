@@ -1,8 +1,8 @@
-"""The text of an answer, as it comes, to its parts: reasoning, content and tool calls.
+"""Split the streamed text of an answer into reasoning, content and tool calls.
 
-However the text is split into pieces, the joined parts are the same. A call is held back until it is complete: what
-begins like a call and turns out to be none is content. Under a grammar that forces calls, their arguments are streamed,
-and a truncated call stays truncated.
+The joined parts do not depend on how the text is split into pieces. A call is held back until it is complete, because
+text that only begins like a call is content. Under a grammar that forces calls, their arguments are streamed, and a
+truncated call stays truncated.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Part:
 class AnswerPlan:
     """How the answers of a request are read.
 
-    reasoning: how the model marks it, None where it stays in the content. opened: the prompt ends inside of it.
-    format: of tool calls, None where none are read. tools: schemas by name. single: only the first call counts.
-    forced: a grammar admits nothing but calls. earlier: number of calls in the chat's messages.
+    reasoning: its format; None: it stays in the content. opened: the prompt ends inside the reasoning. format: of tool
+    calls; None: none are read. tools: {name: schema}. single: only the first call counts. forced: a grammar allows only
+    calls. earlier: number of calls in the chat's messages.
     """
 
     reasoning: ReasoningFormat | None = None
@@ -46,7 +46,7 @@ class AnswerPlan:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Return the marks that must be in the text, even where they are special tokens."""
+        """Return the marks that must stay in the text, even if they are special tokens."""
         marks: tuple[str, ...] = ()
         if self.format is not None:
             marks = (*self.format.marks, *self.format.starts)
@@ -66,7 +66,7 @@ class AnswerPlan:
         return f"call_{id}"
 
     def num_reasoning_tokens(self, tokens: Sequence[int], text: str, tokenizer: Tokenizer) -> int:
-        """Return how many of an answer's tokens are reasoning, end mark included; text: of the answer."""
+        """Return the number of reasoning tokens, end mark included. tokens, text: of the answer."""
         reasoning = self.reasoning
         if reasoning is None or not (self.opened or text.lstrip().startswith(reasoning.begin)):
             return 0
@@ -120,11 +120,11 @@ def join_parts(parts: list[Part]) -> Message:
 
 
 class _Trimmed:
-    """Text without the white space before and after marks; at_start: a mark precedes it."""
+    """Strips white space before and after marks. at_start: a mark precedes the text."""
 
     def __init__(self, at_start: bool) -> None:
         self._after_mark = at_start
-        self._space = ""  # not pushed out yet: a mark may follow
+        self._space = ""  # held back: a mark may follow
         self._is_empty = True
 
     def push(self, text: str) -> str:
@@ -148,12 +148,12 @@ class _Trimmed:
             self._space = "\n"
 
     def trailing_space(self) -> str:
-        """Return the white space that no mark followed."""
+        """Return the held back white space, at the end of the text."""
         return "" if self._after_mark else self._space
 
 
 def _split(text: str, marks: re.Pattern[str], longest: int) -> tuple[int, int]:
-    """Return the first mark's start and end, else (the first index at which one may begin, -1)."""
+    """Return the first mark's start and end; without one, the index from which a mark may still begin, and -1."""
     if match := marks.search(text):
         return match.start(), match.end()
     return max(0, len(text) - longest + 1), -1
@@ -166,7 +166,7 @@ class AnswerReader:
         self._plan = plan
         self.num_calls = 0
         self.num_malformed = 0
-        self._number = 0  # of the call at hand
+        self._number = 0  # of the current call
         self._buffer = ""
         self._thought: list[str] = []
         self._state: Literal["before", "reasoning", "answer"] = "answer"
@@ -190,12 +190,12 @@ class AnswerReader:
         self._longest_start = max(map(len, starts), default=1)
 
     def push(self, text: str) -> list[Part]:
-        """Take more text and return the parts that no later text can change."""
+        """Add text; return the parts that later text cannot change."""
         self._buffer += text
         return list(self._parts(False))
 
     def finish(self) -> list[Part]:
-        """Return the parts that remain when no more text comes."""
+        """End the text; return the remaining parts."""
         return list(self._parts(True))
 
     def _parts(self, ended: bool) -> Iterator[Part]:
@@ -239,7 +239,7 @@ class AnswerReader:
             yield Part("reasoning", text)
         if end < 0:
             self._buffer = self._buffer[start:]
-            if ended and self._plan.tools:  # calls inside of reasoning that never ended
+            if ended and self._plan.tools:  # calls inside reasoning that never ended
                 self.num_malformed += len(self._starts.findall("".join(self._thought)))
             return
         if mark != self._plan.reasoning.end:
@@ -271,7 +271,7 @@ class AnswerReader:
                 self.num_malformed += 1
                 self._reading = None
                 self._waiting = []
-                if self._sent:  # a truncated call under a grammar: it cannot become content any more
+                if self._sent:  # a truncated call under a grammar: too late to send it as content
                     self._source.at = len(self._source.text)
                 else:
                     self._source.at = self._mark
@@ -313,7 +313,7 @@ class AnswerReader:
         self._reading = self._plan.format.read(self._source)
 
     def _emit(self) -> Iterator[Part]:
-        """Yield the parts of the events that wait."""
+        """Yield the parts of the events that were held back."""
         events = self._waiting
         self._waiting = []
         for event in events:
@@ -326,9 +326,6 @@ class AnswerReader:
             if event.kind == "name":
                 self._sent = True
                 self._number += 1
-                if not self._plan.single:
-                    self.num_calls = self._number
-                else:
-                    self.num_calls = 1
+                self.num_calls = 1 if self._plan.single else self._number
             if self._number == self.num_calls:
                 yield Part(event.kind, event.text, self._number - 1)

@@ -19,7 +19,7 @@ from lockstep_serve.stream import AnswerDelta, Stream, StreamError
 
 @dataclass
 class Block:
-    """A part of an answer: reasoning, text, or a call with its name and arguments; number: its place."""
+    """A part of an answer: reasoning, text, or a call with its name and arguments; number: its index in the answer."""
 
     number: int
     kind: Literal["reasoning", "text", "call"]
@@ -30,7 +30,7 @@ class Block:
 
 @dataclass(frozen=True)
 class BlockEvent:
-    """A block begins, has more text, or ends."""
+    """The begin or end of a block, or more text of it."""
 
     kind: Literal["begin", "more", "end"]
     block: Block
@@ -38,11 +38,11 @@ class BlockEvent:
 
 
 def rename_param(error: StreamError, names: Mapping[str, str]) -> StreamError:
-    """Return the error of a chat, with the names of another API in it."""
+    """Return the error of a chat with its field renamed as in another API."""
     name = error.param or ""
     if name in names:
         error.param = names[name]
-        if error.message.startswith(f"{name}["):  # the numbers of a chat's messages may be others
+        if error.message.startswith(f"{name}["):  # indexes of messages may differ
             error.message = f"{names[name]}: as a chat: {error.message}"
         else:
             error.message = error.message.replace(name, names[name], 1)
@@ -50,14 +50,14 @@ def rename_param(error: StreamError, names: Mapping[str, str]) -> StreamError:
 
 
 def chat_form(form: Any) -> Any:
-    """Return the form of an answer as a chat's response_format, which has a schema one level deeper."""
+    """Return a text format as a chat's response_format, which nests the schema one level deeper."""
     if isinstance(form, dict) and form.get("type") == "json_schema":
         return {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}
     return form
 
 
 class BlockAnswer(TokenResponse):
-    """The answer to a request of an API with blocks; each derives `value` and the events."""
+    """The answer to a request of an API with blocks; each API overrides `value` and the events."""
 
     ID: ClassVar[str]  # what ids begin with
     _stream: Stream  # there always is one
@@ -74,7 +74,7 @@ class BlockAnswer(TokenResponse):
 
     @property
     def finish(self) -> str | None:
-        """Return why the answer ended, as the engine says."""
+        """Return the engine's finish reason."""
         return self._stream.choices[0].finish
 
     @property
@@ -132,7 +132,7 @@ class BlockAnswer(TokenResponse):
         parts = reader.push(delta.text)
         if delta.finish:
             parts += reader.finish()
-        # The API's events show a block's text so far, so they are made before the block grows again.
+        # The API's events show a block's text so far, so they are encoded before the block grows.
         for part in parts:
             for event in self._add(part):
                 events += self.block_events(event)

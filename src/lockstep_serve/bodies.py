@@ -19,14 +19,14 @@ from lockstep.errors import InputError
 from lockstep_serve.stream import StreamError
 
 _Body = TypeVar("_Body")
-_LARGE = 1 << 16  # bytes of JSON that would block the event loop: token ids take 0.2 us each
+_LARGE = 1 << 16  # bytes of JSON that are decoded in a thread: token ids take 0.2 us each
 _SHORTEST = 4  # characters of a name that is checked for typos: `n` is one edit from any letter
-_OTHERS = ("top_a", "models")  # names of other servers' fields that would pass for typos of ours
+_OTHERS = ("top_a", "models")  # fields of other servers that look like typos of ours
 _MAX_DIGITS = 309  # of a whole number within float64
 # zlib's wbits. Deflate is zlib's format by RFC 9110; some clients send raw deflate.
 _COMPRESSED = {"gzip": (31,), "deflate": (15, -15)}
-# Fields of other servers, with the values that change nothing. Other values are refused: ignored, they would make a
-# client take an answer for what it is not. A body lists its own as UNSUPPORTED.
+# Fields of other servers, with the values that mean their default. Other values are rejected, because a client would
+# misread an answer for which they were ignored. Each body lists further ones as UNSUPPORTED.
 Unsupported = Mapping[str, tuple]
 
 
@@ -52,7 +52,7 @@ class BadRequest(StreamError):
 
 
 def bad_request(error: InputError, names: Mapping[str, str] = {}) -> BadRequest:
-    """Return the error of a value out of range; names: the client's, by those of `Request` and `Sampling`."""
+    """Return an InputError of `Request` or `Sampling` as a BadRequest; names: {its field: the client's field}."""
     name, _, message = str(error).partition(": ")
     name = names.get(name, name)
     return BadRequest(f"{name}: {message}", name)
@@ -183,15 +183,15 @@ def _check_names(value: dict[str, Any], body: msgspec.Struct, place: str = "") -
             _check_names(value[name], inner, f"{place}{name}.")
 
 
-def is_near(name: str, known: str) -> bool:
+def is_near(name: str, field: str) -> bool:
     """Return whether a name is one edit (a character, or two swapped) from one of at least `_SHORTEST`."""
-    if len(known) < _SHORTEST or abs(len(name) - len(known)) > 1 or name == known or name in _OTHERS:
+    if len(field) < _SHORTEST or abs(len(name) - len(field)) > 1 or name == field or name in _OTHERS:
         return False
-    prefix = os.path.commonprefix([name, known])
+    prefix = os.path.commonprefix([name, field])
     tail = name[len(prefix) :]
-    known_tail = known[len(prefix) :]
-    swapped = len(tail) > 1 and tail[1::-1] + tail[2:] == known_tail
-    return swapped or known_tail in (tail[1:], known_tail[:1] + tail[1:]) or tail == known_tail[1:]
+    field_tail = field[len(prefix) :]
+    swapped = len(tail) > 1 and tail[1::-1] + tail[2:] == field_tail
+    return swapped or field_tail in (tail[1:], field_tail[:1] + tail[1:]) or tail == field_tail[1:]
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

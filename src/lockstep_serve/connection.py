@@ -1,4 +1,4 @@
-"""The engine process's end of the socket: a thread that receives, and sends that never wait."""
+"""The engine process's end of the socket: a thread receives, and sends never block."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Connection:
         return receive(self._file)
 
     def start(self, prepare: Callable[[Any], Any]) -> None:
-        """From now on receive in a thread: `inbox` gets what `prepare` makes of each frame, last an exception."""
+        """From now on receive in a thread: `inbox` gets `prepare(frame)` of each frame, and at the end an exception."""
         threading.Thread(target=self._read, args=(prepare,), name="reader", daemon=True).start()
 
     def _read(self, prepare: Callable[[Any], Any]) -> None:
@@ -47,7 +47,7 @@ class Connection:
 
     def take(self, seconds: float) -> list[Any]:
         """Return what the inbox has, after up to `seconds` for the first. Raises what the thread raised."""
-        if self._out:  # a reader that is so far behind sends nothing new
+        if self._out:  # a peer that reads so slowly sends nothing new
             self.drain(seconds)
             seconds = 0
         items: list[Any] = []
@@ -77,7 +77,7 @@ class Connection:
             raise EOFError from None
 
     def drain(self, seconds: float) -> None:
-        """Send all that is left, unless there is no room for `seconds`."""
+        """Send the remaining bytes; give up if the socket takes none for `seconds`."""
         poll = select.poll()  # `select.select` cannot watch descriptors above 1,023
         poll.register(self._end, select.POLLOUT)
         while self._out and poll.poll(seconds * 1000):

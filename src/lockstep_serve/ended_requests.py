@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lockstep_serve.stream import FINISH_REASONS, Stream, StreamError
 
-CLIENT_GONE = 499  # as proxies log a request whose client left before it had a status
+CLIENT_GONE = 499  # as proxies log a request whose client disconnected before it had a status
 _NOTES = "lockstep.request"  # key in a request's ASGI scope: what `note` wrote
 
 
@@ -49,8 +49,8 @@ class EndedRequest:
         """Return tokens, reasons and times of its answers; times are from when it was queued, as in /metrics."""
         stream = self.stream
         if stream is None:
-            nothing = dict.fromkeys(("prompt_tokens", "completion_tokens", "n"))
-            return {**nothing, "finish_reasons": [], "queue_seconds": None, "ttft_seconds": None}
+            counts = dict.fromkeys(("prompt_tokens", "completion_tokens", "n"))
+            return {**counts, "finish_reasons": [], "queue_seconds": None, "ttft_seconds": None}
         unfinished = "error" if stream.error else "abort"
         admitted = min((prompt.admitted for prompt in stream.prompts if prompt.admitted is not None), default=None)
         reasons = [choice.finish and FINISH_REASONS.get(choice.finish, choice.finish) for choice in stream.choices]
@@ -72,7 +72,7 @@ Observer = Callable[[EndedRequest], None]
 
 
 def observed(app: ASGIApp, observers: Sequence[Observer]) -> ASGIApp:
-    """Return the application, which calls observers with each request with a `note` when it has ended."""
+    """Return the application wrapped so that it calls observers with each ended request that has a `note`."""
     if not observers:
         return app
 

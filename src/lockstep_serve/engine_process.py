@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ from lockstep_serve.frames import Abort, Add, Counters, Failed, Load, Loaded, Re
 from lockstep_serve.log import log, start_log
 from lockstep_serve.settings import EngineOptions
 
-TICK = 1.0  # seconds between the signs of life of an idle engine
+TICK = 1.0  # seconds between the frames of an idle engine
 _ERRORS = {error.__name__: error for error in (InputError, CheckError)}
 
 
@@ -43,7 +43,7 @@ def main() -> None:
     # The API process drains first and then ends this one; Ctrl-C at their terminal sends signals to both.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is a state to tell
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is a state to log
     processes.share_interpreter()
     with socket.socket(fileno=int(sys.argv[1])) as end, contextlib.suppress(EOFError):
         connection = Connection(end)
@@ -157,11 +157,11 @@ class _Prepared(NamedTuple):
 
 
 class _Describe:
-    """Asks for the state of the engine."""
+    """A request in the inbox to log the engine's state."""
 
 
 class EngineLoop:
-    """The loop of the process: take what the inbox has, and step."""
+    """The main loop: handle the inbox, and step."""
 
     def __init__(self, connection: Connection, engine: Engine, loader: AdapterLoader | None):
         self._connection = connection
@@ -186,7 +186,7 @@ class EngineLoop:
 
     def run(self) -> None:
         self._connection.start(self._prepare)
-        # Between steps; where the process hangs, it says at least where.
+        # Logged between steps; faulthandler prints the stack even if a step hangs.
         signal.signal(signal.SIGUSR1, lambda *_: self._connection.inbox.put(_Describe()))
         if sys.stderr is not None:
             faulthandler.register(signal.SIGUSR1, chain=True)
@@ -194,7 +194,7 @@ class EngineLoop:
             self.turn()
 
     def turn(self) -> None:
-        """Take what the inbox has, and step if there are requests, else wait for the inbox."""
+        """Handle the inbox, then step if there are requests; without requests, wait for the inbox."""
         for item in self._connection.take(0.0 if self._engine.has_work else TICK):
             self._handlers[type(item)](item)
         if self._engine.has_work:
@@ -224,7 +224,7 @@ class EngineLoop:
         self._connection.send(frame)
 
     def _prepare(self, frame: Any) -> Any:
-        """Return what the inbox gets for a frame. In the reader's thread: steps do not wait for it."""
+        """Return the inbox item of a frame. Runs in the reader's thread, so that steps do not wait for it."""
         if not isinstance(frame, Add):
             return frame
         try:
@@ -265,6 +265,9 @@ class EngineLoop:
         engine = self._engine
         scheduler = engine.scheduler
         pool = scheduler.tables.pool
+        drafts: Sequence[int] = ()
+        if engine.speculation is not None:
+            drafts = engine.speculation.counts()
         return Counters(
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
@@ -273,7 +276,7 @@ class EngineLoop:
             swaps=scheduler.num_swaps,
             prefix_queries=engine.prefix_queries,
             prefix_hits=engine.prefix_hits,
-            drafts=engine.speculation.counts() if engine.speculation else (),
+            drafts=drafts,
         )
 
 

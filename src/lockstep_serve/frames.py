@@ -1,4 +1,4 @@
-"""The wire between API process and engine process: a dataclass for each frame, over a socket that only they hold.
+"""The protocol between API process and engine process: a dataclass per frame, over a socket that only they share.
 
 A frame is its length (4 bytes, big-endian) and its pickle, in which token ids are raw int32. A frame is made of the
 classes of `_CLASSES` and nothing else. Standard library and NumPy only: the engine's Python may have nothing else.
@@ -96,7 +96,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Failed:
-    """The last frame of a process that cannot go on; error: InputError or CheckError."""
+    """The last frame of a process that fails; error: InputError or CheckError."""
 
     error: str
     message: str
@@ -118,7 +118,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class Step:
-    """What a step gave; of an idle engine nothing, once a second.
+    """The results of a step; an idle engine sends an empty one every second.
 
     tokens: request, choice, token, finish and log-probabilities, as in `Token`. admitted, prompt_logprobs: as in
     `Engine`.
@@ -132,7 +132,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Refused:
-    """A request that the engine cannot run; param: the field at fault, if it is one."""
+    """A request that the engine cannot run; param: the invalid field, if one is."""
 
     id: int
     message: str
@@ -141,7 +141,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a `Load` gave: the SHA-256 of an adapter, or why there is none."""
+    """The answer to `Load`: the SHA-256 of the adapter, or the error."""
 
     id: int
     sha256: str = ""
@@ -159,11 +159,11 @@ class _Pickler(pickle.Pickler):
     dispatch_table = {np.ndarray: lambda ids: (_ids, (ids.astype(np.int32, copy=False).tobytes(),))}
 
 
-_MADE: tuple[Any, ...] = (
+_ALLOWED: tuple[Any, ...] = (
     Open, Add, Abort, Load, Unload, Ready, Failed, Counters, Step, Refused, Loaded, EngineOptions, Request, Sampling,
     Grammar, Logprobs, frozenset, _ids,
 )  # fmt: skip
-_CLASSES = {(made.__module__, made.__qualname__): made for made in _MADE}
+_CLASSES = {(member.__module__, member.__qualname__): member for member in _ALLOWED}
 
 
 class _Unpickler(pickle.Unpickler):
@@ -171,7 +171,7 @@ class _Unpickler(pickle.Unpickler):
         try:
             return _CLASSES[module, name]
         except KeyError:
-            raise pickle.UnpicklingError(f"frame: expected frames alone, found {module}.{name}") from None
+            raise pickle.UnpicklingError(f"frame: expected only classes of frames, found {module}.{name}") from None
 
 
 def packed(frame: Frame) -> bytes:
@@ -183,7 +183,7 @@ def packed(frame: Frame) -> bytes:
 
 
 def unpacked(data: bytes) -> Any:
-    """Return the frame of bytes without their length."""
+    """Return the frame in bytes that follow a length."""
     return _Unpickler(io.BytesIO(data)).load()
 
 

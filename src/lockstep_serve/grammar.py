@@ -9,7 +9,7 @@ from lockstep.runtime.grammar import Grammar, Kind
 from lockstep_serve.bodies import BadRequest
 
 FIELDS = ("response_format", "guided_json", "guided_regex", "guided_grammar", "guided_choice", "structured_outputs")
-_MAX_CHARACTERS = 1 << 18  # all other requests wait while an engine reads a frame
+_MAX_CHARACTERS = 1 << 18  # the engine does not step while it reads a frame
 _KINDS: dict[str, Kind] = {
     "json": "json_schema",
     "json_object": "json_object",
@@ -39,7 +39,7 @@ def grammar_of(body: Any) -> Grammar | None:
         return None
     if len(grammars) > 1:
         names = " and ".join(grammar.name for grammar in grammars)
-        raise BadRequest(f"{grammars[1].name}: expected one form of the answer, found {names}", grammars[1].name)
+        raise BadRequest(f"{grammars[1].name}: expected one constraint on the answer, found {names}", grammars[1].name)
     return grammars[0]
 
 
@@ -73,7 +73,9 @@ def _structured_outputs(value: Any) -> Grammar | None:
     keys = [key for key in _KINDS if key in set_keys]
     if len(keys) > 1 or set_keys - {*_KINDS, *_IGNORED}:
         raise BadRequest(f"{name}: expected one of {', '.join(_KINDS)}, found {', '.join(sorted(set_keys))[:80]}", name)
-    return None if not keys else _grammar(keys[0], value[keys[0]], name)
+    if not keys:
+        return None
+    return _grammar(keys[0], value[keys[0]], name)
 
 
 def _grammar(key: str, value: Any, name: str) -> Grammar:
@@ -93,7 +95,7 @@ def _grammar(key: str, value: Any, name: str) -> Grammar:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise BadRequest(f"{name}: expected text in UTF-8, found half a surrogate pair", name) from None
+        raise BadRequest(f"{name}: expected text in UTF-8, found a lone surrogate", name) from None
     if len(text) > _MAX_CHARACTERS:
         raise BadRequest(f"{name}: expected at most {_MAX_CHARACTERS} characters, found {len(text)}", name)
     return Grammar(_KINDS[key], text, name)

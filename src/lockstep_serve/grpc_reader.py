@@ -1,7 +1,7 @@
-"""Over gRPC, end connections of clients that take nothing of an answer.
+"""Close gRPC connections of clients that do not read their answer.
 
-grpcio tells when a message has left, and not how far it has come, and it ends no connection: the kernel does both. A
-client that withholds its flow-control window still acknowledges pings, a few bytes each.
+grpcio says when a message was sent, but not how many bytes were acknowledged, and it cannot close a connection, so both
+are asked of the kernel. A client that withholds its flow-control window still acknowledges pings, a few bytes each.
 """
 
 from __future__ import annotations
@@ -15,28 +15,27 @@ import struct
 import urllib.parse
 from typing import Any
 
-_LEAST_BYTES = 1024  # that a reader takes in its time: more than pings are
+_MIN_BYTES = 1024  # that a reader acknowledges in `slow_reader` seconds: more than pings have
 _BYTES_ACKED = struct.Struct("=120xQ")  # of struct tcp_info
-_LOOKS = 8  # at whether a message has left, before its connection is looked for
+_FRACTION = 8  # of `slow_reader`, after which a connection is first searched for, which most messages never need
 
 
 async def write(context: Any, message: Any, slow_reader: float) -> None:
-    """Write a message; where its client takes nothing for `slow_reader` seconds, end its connection."""
+    """Write a message; close the connection if its client acknowledges too little for `slow_reader` seconds."""
     writing = asyncio.ensure_future(context.write(message))
     try:
-        await asyncio.wait({writing}, timeout=slow_reader / _LOOKS)
-        num_taken = 0 if writing.done() else _num_taken(context.peer())
+        await asyncio.wait({writing}, timeout=slow_reader / _FRACTION)
+        minimum = 0
         while not writing.done():
+            minimum = _num_acknowledged(context.peer(), minimum) + _MIN_BYTES
             await asyncio.wait({writing}, timeout=slow_reader)
-            num_before = num_taken
-            num_taken = 0 if writing.done() else _num_taken(context.peer(), num_before + _LEAST_BYTES)
         await writing
     finally:
         writing.cancel()
 
 
-def _num_taken(peer: str, least: int = 0) -> int:
-    """Return how many bytes a client has acknowledged; end its connection where they are fewer than `least`.
+def _num_acknowledged(peer: str, minimum: int) -> int:
+    """Return the bytes that a client has acknowledged; close its connection if they are fewer than `minimum`.
 
     peer: as gRPC writes it, `ipv4:127.0.0.1:4711`.
     """
@@ -52,8 +51,8 @@ def _num_taken(peer: str, least: int = 0) -> int:
                 host = host.removeprefix("::ffff:")  # gRPC's sockets of IPv4
                 if address not in (f"{host}:{port}", f"[{host}]:{port}"):
                     continue
-                (num_taken,) = _BYTES_ACKED.unpack_from(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256))
-                if num_taken < least:
+                (num_bytes,) = _BYTES_ACKED.unpack_from(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256))
+                if num_bytes < minimum:
                     connection.shutdown(socket.SHUT_RDWR)
-                return num_taken
+                return num_bytes
     return 0

@@ -61,7 +61,7 @@ class GrpcServer:
         options = [
             ("grpc.max_receive_message_length", access.max_body),
             ("grpc.so_reuseport", 0),  # two servers must not share the port's requests
-            # Disconnect a client that answers no ping: one that reads on answers after it has read what was sent
+            # Disconnect a client that answers no ping: one that still reads answers, after it has read all data sent
             # before, at most a window, 64 KiB at first. `write` disconnects one that answers, and reads nothing.
             ("grpc.keepalive_time_ms", slow_reader_ms),
             ("grpc.keepalive_timeout_ms", slow_reader_ms),

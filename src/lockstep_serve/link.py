@@ -17,7 +17,7 @@ from lockstep_serve.settings import EngineOptions
 
 
 class EngineLink(asyncio.Protocol):
-    """One engine process. Its frames go straight to the handler of `run`: another task would cost each step time."""
+    """One engine process. Its frames go straight to the handler of `run`: a queue and a task would delay each step."""
 
     def __init__(self, process: asyncio.subprocess.Process):
         self._process = process
@@ -30,7 +30,7 @@ class EngineLink(asyncio.Protocol):
 
     @classmethod
     async def start(cls, options: EngineOptions, seconds: float) -> tuple[EngineLink, Ready]:
-        """Start a ready engine within `seconds`. Raises what opening it raises."""
+        """Start an engine process, and return when it is ready. Raises CheckError after `seconds`, or its own error."""
         try:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         except OSError as error:  # no free descriptor
@@ -42,9 +42,7 @@ class EngineLink(asyncio.Protocol):
             )
         except OSError as error:
             ours.close()
-            raise CheckError(
-                f"engine process: expected it to start, found that it does not: {error.strerror}"
-            ) from None
+            raise CheckError(f"engine process: expected it to start, found that it cannot: {error.strerror}") from None
         finally:
             theirs.close()
         link = cls(process)
@@ -106,7 +104,7 @@ class EngineLink(asyncio.Protocol):
         self._transport.write(packed(frame))
 
     async def run(self, handle: Callable[[Frame], None]) -> Failed | None:
-        """Call `handle` with all frames until the process ends; return why it failed, if it said so."""
+        """Call `handle` with all frames until the process ends; return its last frame if that is `Failed`."""
         while not self._early.empty():
             frame = self._early.get_nowait()
             if frame is not None and not isinstance(frame, Failed):

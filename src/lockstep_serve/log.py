@@ -25,12 +25,14 @@ def start_log(level: str) -> None:
 
 @functools.cache
 def log_once(line: str) -> None:
-    """Log that a request is accepted though not quite right, the first time; without its contents."""
+    """Log a line about an accepted but irregular request, once per line; without its contents."""
     log.info(line)
 
 
 def fault_of(error: BaseException) -> str:
-    """Return one line for an unexpected exception: what, and where."""
+    """Return one line for an unexpected exception, with the file and line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
+    line = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if frames:
+        line += f" ({frames[-1].filename}:{frames[-1].lineno})"
+    return line

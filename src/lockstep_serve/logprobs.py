@@ -41,7 +41,7 @@ class LogprobsFormat:
         return {"tokens": texts, "token_logprobs": chosen, "top_logprobs": top, "text_offset": offsets}
 
     def _likeliest(self, chosen: int, text: str, logprobs: Logprobs) -> dict[str, float]:
-        """Return the likeliest tokens and the chosen one by text; of two with the same text, one by name."""
+        """Return {text: log-probability} of the likeliest tokens and the chosen one, or by name if a text repeats."""
         by_text: dict[str, float] = {}
         for token, value in (*logprobs.top, (chosen, logprobs.chosen)):
             if token == chosen:

@@ -32,10 +32,10 @@ async def chat_text(
     tools: Sequence[Mapping[str, Any]] = (),
     instructs: bool = False,
 ) -> str:
-    """Return a chat's text by the template. Raises BadRequest.
+    """Return a chat's text, rendered by the template. Raises BadRequest.
 
-    opens: the text ends with what opens an answer; None: unless the chat `continues` its last message. instructs: a
-    system message describes the tools, instead of the template.
+    opens: end with the generation prompt; None: unless the chat `continues` its last message. instructs: a system
+    message describes the tools, instead of the template.
     """
     if service.chat.fault is not None:
         raise BadRequest(f"messages: {service.chat.fault}; use /v1/completions", "messages")
@@ -47,7 +47,7 @@ async def chat_text(
         raise BadRequest(f"{name}: expected no {reserved[0]}, which is a field of the body", name)
     turns = template_messages(messages)
     if continues and not isinstance(turns[-1].get("content"), str):
-        raise BadRequest("messages: expected a text to go on from in the last one, found none", "messages")
+        raise BadRequest("messages: expected text in the last message to continue, found none", "messages")
     if tools and instructs:
         turns = plain_messages(turns, tools)
     elif tools:
@@ -62,7 +62,7 @@ async def chat_text(
 
 
 def template_messages(value: Any) -> list[dict[str, Any]]:
-    """Return the messages as a template takes them: one text as content, no nulls. Raises BadRequest."""
+    """Return the messages as templates expect them: content is one text, and no field is null. Raises BadRequest."""
     if not isinstance(value, list):
         raise BadRequest(f"messages: expected 1 to {_MAX_MESSAGES} messages, found no list", "messages")
     if not 1 <= len(value) <= _MAX_MESSAGES:
@@ -74,7 +74,7 @@ def template_messages(value: Any) -> list[dict[str, Any]]:
         if role not in _ROLES:
             raise _invalid(where, f"an object with a role: {', '.join(_ROLES)}", role)
         if role == "tool" and not _has_call(message, messages):
-            log_once("a tool's result without its call, as of a trimmed chat, goes to the chat template as it is")
+            log_once("a tool's result without its call, as in a trimmed chat, is passed to the chat template unchanged")
         turn = {name: entry for name, entry in message.items() if entry is not None}
         if role == "developer":  # OpenAI's newer name for it, which templates do not know
             turn["role"] = "system"
@@ -86,7 +86,7 @@ def template_messages(value: Any) -> list[dict[str, Any]]:
                 turn["thinking"] = reasoning  # the name in GPT-OSS's template
         if "content" in turn or not turn.get("tool_calls"):
             turn["content"] = _content(turn.get("content"), f"{where}.content")
-        elif "content" in message:  # templates ask whether it is none
+        elif "content" in message:  # templates test `content is none`
             turn["content"] = None
         messages.append(turn)
     return messages
@@ -102,7 +102,7 @@ def _content(value: Any, where: str) -> str:
 
 
 def _part(part: Any, where: str) -> str:
-    """Return the text of a part; the kinds of text are those that vLLM takes."""
+    """Return the text of a part; the types of text parts are those of vLLM."""
     if isinstance(part, str):
         return part
     kind = part
@@ -124,7 +124,7 @@ def _has_call(message: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages for a template that knows no tools: a system message describes them, and calls are text."""
+    """Return messages for a template without tools: a system message describes them, and calls become text."""
     functions = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
     instructions = _INSTRUCTIONS.format(functions=functions)
     plain: list[dict[str, Any]] = []
@@ -182,7 +182,7 @@ def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def partial_json(text: str) -> Any:
-    """Return the value of truncated JSON, as of calls at `max_tokens`; None of an empty text. Raises ValueError."""
+    """Return the value of truncated JSON, such as a call cut at `max_tokens`; None for "". Raises ValueError."""
     if not text.strip():
         return None
     return pydantic_core.from_json(text, allow_partial="trailing-strings")

@@ -36,7 +36,7 @@ class CompletionBody(Parameters, kw_only=True):
     echo: bool | None = False
 
     def __post_init__(self) -> None:
-        """Make arrays of token ids. A long body is decoded in a thread, where they stop no other request."""
+        """Convert token ids to arrays: a long body is decoded in a thread, so this delays no other request."""
         if isinstance(self.prompt, list):
             if self.prompt:
                 self.prompt = _array(self.prompt)
@@ -49,13 +49,13 @@ class CompletionBody(Parameters, kw_only=True):
 
 
 def _array(prompt: Any) -> Any:
-    """Return a list of token ids as an array, int32 if they fit; anything else as it is."""
+    """Return a list of token ids as an array, int32 if they fit; any other value unchanged."""
     if not isinstance(prompt, list) or not set(map(type, prompt)) <= {int}:
         return prompt
     try:
         return np.array(prompt, np.int32)
     except OverflowError:
-        return np.array(prompt, object)  # outside of any vocabulary, which the next check says
+        return np.array(prompt, object)  # outside any vocabulary: the next check reports it
 
 
 async def completion_requests(body: CompletionBody, service: Service) -> list[PromptRequest]:
@@ -66,7 +66,7 @@ async def completion_requests(body: CompletionBody, service: Service) -> list[Pr
     if not body.echo:
         return prompt_requests(body, prompts, "prompt", service)
     prompt_logprobs = body.logprobs
-    if body.max_new_tokens == 0:  # the engine then has nothing but the prompt to compute
+    if body.max_new_tokens == 0:  # only the prompt is computed, for its log-probabilities
         prompt_logprobs = body.logprobs or 0
     if prompt_logprobs is not None and not service.ready.prompt_logprobs:
         raise BadRequest(
@@ -131,7 +131,7 @@ class CompletionFormat(AnswerFormat):
         return {**answer, "text": echo["text"] + answer["text"], "logprobs": logprobs}
 
     def chunks(self, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
-        # A delta without text may end within a character, or within what may become a stop string.
+        # A delta without text may end inside a character, or inside a possible stop string.
         if delta.text or delta.finish or delta.logprobs or self._token_ids:
             yield self._choice(delta.index, delta.text, delta.token_ids, delta.logprobs, delta.finish)
 

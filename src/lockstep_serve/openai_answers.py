@@ -1,4 +1,4 @@
-"""Answers in the format of OpenAI's API, whole or as events; each endpoint derives that of its choices."""
+"""Answers in the format of OpenAI's API, whole or as events. Each endpoint has a subclass for its choices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lockstep_serve.stream import FINISH_REASONS, AnswerDelta, Stream, StreamErr
 
 
 class AnswerFormat(TokenResponse):
-    """The answers to one request, in the format of its endpoint, which derives `choice` and `chunks`."""
+    """The answers to one request; each endpoint overrides `choice` and `chunks`."""
 
     ID: ClassVar[str]  # what ids begin with
     OBJECT: ClassVar[str]
@@ -67,8 +67,8 @@ class AnswerFormat(TokenResponse):
         return json_response({**self._common, "object": self.OBJECT, "choices": choices, "usage": self._counts()})
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yield server-sent events: chunks of what came meanwhile, the usage if requested, the end or an error."""
-        silent = set(range(len(self._stream.choices)))  # answers of which nothing was sent
+        """Yield server-sent events: a chunk per delta, the usage if requested, and the end or an error."""
+        silent = set(range(len(self._stream.choices)))  # answers without any chunk so far
         try:
             if opening := [self.event(choice) for choice in self.opening()]:
                 yield b"".join(opening)
@@ -90,7 +90,7 @@ class AnswerFormat(TokenResponse):
 
     @functools.cached_property
     def _head(self) -> bytes:
-        """Return what all chunks begin with, up to their choices, encoded only once."""
+        """Return the encoded fields before the choices, which all chunks share."""
         value = {**self._common, "object": self.CHUNK, "choices": []}
         return b"data: " + msgspec.json.encode(value).removesuffix(b"]}")
 

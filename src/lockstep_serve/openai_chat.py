@@ -30,13 +30,13 @@ _UNSUPPORTED: Unsupported = {
     "modalities": (None, ["text"]),
     "audio": (None,),
     "documents": (None, []),
-    "chat_template": (None,),  # a program of whoever sends it
+    "chat_template": (None,),  # a template in a request is code from the client
 }
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 class ChatBody(Parameters, kw_only=True):
-    """The body of POST /v1/chat/completions, with vLLM's add_generation_prompt and its like."""
+    """The body of POST /v1/chat/completions, with vLLM's extensions, such as add_generation_prompt."""
 
     UNSUPPORTED: ClassVar[Unsupported] = _UNSUPPORTED
 
@@ -60,7 +60,7 @@ class ChatBody(Parameters, kw_only=True):
 
 
 async def chat_prompt(body: ChatBody, service: Service) -> tuple[Tools | None, str, np.ndarray]:
-    """Return the tools of a body, its prompt's text and that's token ids. Raises BadRequest."""
+    """Return a body's tools, its prompt as text, and as token ids. Raises BadRequest."""
     await service.adapters.ensure_loaded(body.lora)
     service.adapters.resolve(body.model, body.lora)
     tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
@@ -119,7 +119,7 @@ def _variables(body: ChatBody) -> dict[str, Any]:
 
 
 def _plan(tools: Tools | None, service: Service, prompt: str, messages: Sequence[Mapping[str, Any]]) -> AnswerPlan:
-    """Return how the answers to a prompt are read."""
+    """Return the plan by which the answers to a prompt are read."""
     reasoning = service.reasoning_format
     format = service.tool_format
     opened = reasoning is not None and prompt.rstrip().endswith(reasoning.begin)
@@ -169,7 +169,7 @@ class ChatFormat(AnswerFormat):
         return self._plan.call_id(f"{self._request_id}/{index}", number, name)
 
     def _finish(self, reader: AnswerReader, finish: str | None) -> str | None:
-        """Return why an answer ended, and count its calls."""
+        """Return an answer's finish reason, and count its calls."""
         self._service.metrics.called(reader.num_calls, reader.num_malformed)
         finish_reason = reason(finish)
         if finish_reason == "stop" and reader.num_calls:

@@ -1,4 +1,4 @@
-"""The parameters of completions and chat completions, and the prompts that they make."""
+"""The parameters of completions and chat completions, and their conversion to prompts of the service."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lockstep_serve.words import check_words
 
 _ID = re.compile("[!-~]{1,128}")
 _TOKEN = re.compile("[0-9]{1,20}")  # int() of a longer one could take long
-# Fields of `Sampling` that a body has as they are.
+# Fields of `Sampling` with the same name and meaning in a body.
 _SAMPLING = "temperature top_p min_p presence_penalty frequency_penalty repetition_penalty min_tokens seed".split()
 _UNSUPPORTED: Unsupported = {
     "best_of": (None, 1),
@@ -91,12 +91,12 @@ class Parameters(msgspec.Struct, kw_only=True):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Return how many of the likeliest tokens are listed; None: no log-probabilities. Each body derives it."""
+        """Return the number of likeliest tokens to list; None: no log-probabilities. Each body overrides it."""
         raise NotImplementedError
 
     @property
     def max_new_tokens(self) -> int | None:
-        """Return how many tokens an answer may have; None for as many as fit."""
+        """Return the maximum number of tokens of an answer; None for as many as fit."""
         limit = self.max_completion_tokens
         if limit is None:
             limit = self.max_tokens
@@ -112,7 +112,7 @@ class Parameters(msgspec.Struct, kw_only=True):
 
     @property
     def continuous_usage(self) -> bool:
-        """Return whether each chunk has them, of its answer so far."""
+        """Return whether each chunk has the numbers of tokens so far."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
@@ -185,7 +185,7 @@ def prompt_requests(
 
 
 def _sampling(body: Parameters) -> Sampling:
-    """Return how tokens are chosen. Raises InputError."""
+    """Return the sampling parameters. Raises InputError."""
     values: dict[str, Any] = {name: getattr(body, name) for name in _SAMPLING if getattr(body, name) is not None}
     values["top_k"] = max(0, body.top_k or 0)  # clients send -1 for all tokens
     values["logprobs"] = body.num_logprobs

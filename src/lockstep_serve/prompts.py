@@ -1,4 +1,4 @@
-"""Texts of prompts to token ids, long ones in threads; texts that are far too long are refused first."""
+"""Encode the texts of prompts, long ones in threads; reject far too long ones before they are encoded."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from lockstep_serve.bodies import bad_request
 from lockstep_serve.stream import StreamError
 
 LONG = 1 << 14  # characters of a request that would block the event loop
-# A text of more than _PIECE characters per token of the limit is counted in pieces first, and refused once the pieces
-# have _OVER times the limit: a cut adds a few tokens, but never doubles their number.
+# A text of more than _PIECE characters per allowed token is first counted in pieces, and rejected once the pieces have
+# _OVER times the limit: cuts add a few tokens, but never double their number.
 _PIECE = 4
 _OVER = 2
-MAX_WAITING = 64  # long texts of one `Turns`, running ones included
+MAX_WAITING = 64  # long texts of one `Turns`, waiting or running
 _Result = TypeVar("_Result")
 
 
 class Turns:
-    """Threads for work that would block the event loop: few, as each needs much memory."""
+    """A few threads for work that would block the event loop; each needs much memory."""
 
     def __init__(self, threads: int, name: str):
         self._threads = ThreadPoolExecutor(threads, name)

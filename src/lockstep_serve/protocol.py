@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1 with limits on the head of a request, and on how long an answer may wait for its reader."""
+"""uvicorn's HTTP/1.1 with limits on the head of a request, and on how slowly a client may read its answer."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 _HEAD_BYTES = 1 << 16
 _HEAD_SECONDS = 60.0
-_LINGER_SECONDS = 2.0  # in which a client may still send its body after it got its answer
-_POLLS = 8  # of what a reader has taken, while it may be slow
+_LINGER_SECONDS = 2.0  # in which a client may finish its body after an early answer
+_POLLS = 8  # per `slow_reader` seconds
 
 
 class _CountingTransport:
-    """A transport that counts the bytes that its client has taken."""
+    """A transport that counts the bytes that its client has received."""
 
     def __init__(self, transport: Any):
         self._transport = transport
@@ -33,9 +33,9 @@ class _CountingTransport:
         self._transport.write(data)
 
     def num_taken(self) -> int:
-        """Return how many bytes have reached the client's kernel.
+        """Return the number of bytes that have reached the client's kernel.
 
-        Ours queues megabytes, and accepts no more until a third of them has left: `write` alone says too little.
+        Ours buffers megabytes, and accepts no more until a third has left: the write buffer alone says too little.
         """
         queued = b"\0" * 4
         with contextlib.suppress(OSError, ValueError):  # the latter of a socket that is closed
@@ -46,7 +46,7 @@ class _CountingTransport:
 class LimitedProtocol(HttpToolsProtocol):
     """A protocol with limits on heads (bytes, seconds, one host), and on bodies that are answered early.
 
-    slow_reader: seconds in which a client must take something of an answer that waits for it.
+    slow_reader: seconds after which a client that receives nothing of its answer is disconnected.
     """
 
     def __init__(self, *args: Any, slow_reader: float, **kwargs: Any):
@@ -95,7 +95,7 @@ class LimitedProtocol(HttpToolsProtocol):
         raise ValueError(reason)
 
     def _watch_reader(self) -> None:
-        """Poll what the client takes, until nothing waits for it."""
+        """Poll how much the client receives, until the write buffer is empty."""
         if self._poll is None:
             self._poll_later(self._counting_transport.num_taken(), self.loop.time())
 
@@ -103,7 +103,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._poll = self.loop.call_later(self._slow_reader / _POLLS, self._poll_reader, num_taken, since)
 
     def _poll_reader(self, num_taken_before: int, since: float) -> None:
-        """Close a connection whose client has taken nothing since then."""
+        """Close the connection if its client has received nothing for `slow_reader` seconds."""
         self._poll = None
         if not self.transport.get_write_buffer_size():
             return
@@ -112,7 +112,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if num_taken > num_taken_before:
             since = now
         if now - since >= self._slow_reader:
-            self.transport.abort()  # `close` would wait for the reader
+            self.transport.abort()  # `close` would wait for the client
         else:
             self._poll_later(num_taken, since)
 
@@ -136,7 +136,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _sender(self, cycle: RequestResponseCycle, send: Callable[[Any], Awaitable[None]], version: str) -> Any:
-        """Return the answer's `send`. A client may finish sending its body: a reset could destroy the answer."""
+        """Return the answer's `send`, which lets a client finish its body: a reset could destroy the answer."""
         is_raw = False
         lingers = False
 

@@ -15,7 +15,7 @@ AnyFormat = TypeVar("AnyFormat")
 class ReasoningFormat:
     """name: of --reasoning-parser. begin, end: the marks of the reasoning, which comes before the answer.
 
-    then: a mark between the reasoning and the answer. A format with one uses its end mark for other texts too.
+    then: a mark between the reasoning and the answer, for formats whose end mark has other uses too.
     """
 
     name: str
@@ -23,8 +23,8 @@ class ReasoningFormat:
     end: str
     then: str = ""
 
-    def is_told_by(self, template: str) -> bool:
-        """Return whether a chat template has the marks."""
+    def is_used_by(self, template: str) -> bool:
+        """Return whether a chat template contains the marks."""
         return self.begin in template or (not self.then and self.end in template)
 
 
@@ -54,4 +54,4 @@ def reasoning_format(named: str | None, template: str | None) -> ReasoningFormat
     """
     if named is not None:
         return named_format("--reasoning-parser", named, FORMATS)
-    return next((format for format in FORMATS.values() if format.is_told_by(template or "")), None)
+    return next((format for format in FORMATS.values() if format.is_used_by(template or "")), None)

@@ -15,8 +15,8 @@ from lockstep.errors import InputError
 from lockstep_serve.ended_requests import EndedRequest
 from lockstep_serve.log import log
 
-_MAX_LINES = 1 << 14  # that may wait for the disk
-_SECONDS = 2.0  # that the last lines may take when the server ends
+_MAX_LINES = 1 << 14  # that wait for the disk, at most
+_SECONDS = 2.0  # for the last lines when the server ends
 
 
 class RequestLog:
@@ -59,7 +59,7 @@ class RequestLog:
             self._warn("the disk is too slow")
 
     def close(self) -> None:
-        """Write the waiting lines, as far as `_SECONDS` allow."""
+        """Write the waiting lines, for at most `_SECONDS`."""
         try:
             self._lines.put(None, timeout=_SECONDS)
         except queue.Full:

@@ -21,7 +21,7 @@ _HEADERS = [
 
 
 class TokenResponse:
-    """A response whose client may go at any time; each API derives `full_response`, `events` and `close`."""
+    """A response whose client may disconnect at any time; each API overrides `full_response`, `events` and `close`."""
 
     error_response: Callable[[Any], Response] = staticmethod(error_response)
 
@@ -31,29 +31,29 @@ class TokenResponse:
         self._in_chunks = in_chunks
 
     async def full_response(self) -> Response:
-        """Return the answer when all of it is there. Raises StreamError."""
+        """Return the complete answer. Raises StreamError."""
         raise NotImplementedError
 
     def events(self) -> AsyncIterator[bytes]:
-        """Yield server-sent events; what fails after the first is one too."""
+        """Yield server-sent events. An error after the first one is an event too."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """End what the answer waits for."""
+        """Cancel the request that the answer waits for."""
         raise NotImplementedError
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         note(scope, id=self.id, stream=self._stream, in_chunks=self._in_chunks)
         work = asyncio.create_task(self._run(scope, receive, send))
-        gone = asyncio.create_task(_until_gone(receive))
+        disconnect = asyncio.create_task(_disconnected(receive))
         try:
-            await asyncio.wait((gone, work), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((disconnect, work), return_when=asyncio.FIRST_COMPLETED)
             if work.done():
                 await work
         except asyncio.CancelledError:  # the server ends while the client does not read
             pass
         finally:
-            for task in (gone, work):
+            for task in (disconnect, work):
                 task.cancel()
             self.close()
 
@@ -72,6 +72,6 @@ class TokenResponse:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _until_gone(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

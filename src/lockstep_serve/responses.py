@@ -18,7 +18,7 @@ from lockstep_serve.openai_chat import ChatBody
 from lockstep_serve.service import Service
 from lockstep_serve.stream import Stream, StreamError
 
-# Fields that ask for something that is kept between requests, and the values that do not.
+# Fields that need state between requests, and their values that do not.
 _STATE: Mapping[str, tuple] = {
     "previous_response_id": (None,),
     "conversation": (None,),
@@ -75,9 +75,9 @@ def responses_chat(body: ResponsesBody) -> ChatBody:
     if unknown := [name for name in body.include or () if name not in _INCLUDE]:
         raise BadRequest(f"include: expected {_INCLUDE[0]} alone, found {unknown[0][:60]!r}", "include")
     if body.store:
-        log_once("store true is taken, and answered as not stored: nothing is kept between requests")
+        log_once("store true is accepted, but nothing is stored")
     if body.truncation not in (None, "disabled"):
-        log_once("truncation is taken as disabled: an input that is too long is refused")
+        log_once("truncation is treated as disabled: an input that is too long is rejected")
     tools = [tool for tool in body.tools or () if tool.get("type") == "function"]
     messages = _messages(body.input)
     if body.instructions is not None:
@@ -109,7 +109,7 @@ def _warning(body: ResponsesBody) -> dict[str, str]:
     kinds = sorted({ascii(tool.get("type"))[:60] for tool in body.tools or () if tool.get("type") != "function"})
     if not kinds:
         return {}
-    log_once("tools that are no functions are left out of what the model is told, as of Codex CLI")
+    log_once("tools that are not functions, such as those of Codex CLI, are not shown to the model")
     return {"warning": f"tools of these types are left out, for this server runs none: {', '.join(kinds)}"[:512]}
 
 
@@ -170,7 +170,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
 
 
 def _is_begun(messages: list[dict[str, Any]]) -> bool:
-    """Return whether the last message is an assistant's, whose turn may go on."""
+    """Return whether the last message is an assistant's, so that its turn may continue."""
     return bool(messages) and messages[-1]["role"] == "assistant"
 
 

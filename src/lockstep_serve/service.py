@@ -39,9 +39,9 @@ class Service:
     """The requests of all APIs, and the engine that runs them."""
 
     def __init__(self, options: ServiceOptions, tokenizer: Tokenizer, observers: Sequence[Observer] = ()):
-        """Describe the service; `start` starts its engine.
+        """Create the service; `start` starts its engine.
 
-        observers: are called with each request that has ended. Raises InputError for the unknown name of a format.
+        observers: called with each request that has ended. Raises InputError for an unknown name of a format.
         """
         self.name = options.name
         self.tokenizer = tokenizer
@@ -65,16 +65,16 @@ class Service:
         self._numbers = itertools.count()
         self.prompts: dict[int, PromptRequest] = {}  # by their numbers in the engine process
         self.streams: set[Stream] = set()
-        # Counted as prompts come and go: under overload, a refusal must not walk all streams.
-        self.num_waiting = 0  # prompts that are not admitted
-        self.waiting_tokens = 0  # of these prompts
-        self.backlog_tokens = 0  # of these prompts and their longest possible answers
+        # Counters, updated as prompts come and go: under overload, a refusal must not iterate over all streams.
+        self.num_waiting = 0  # prompts that are not admitted yet
+        self.waiting_tokens = 0  # their tokens
+        self.backlog_tokens = 0  # their tokens, and those of their longest possible answers
         self.num_running = 0  # answers of admitted prompts
         self.crashes: deque[float] = deque()
         self._tasks: list[asyncio.Task] = []
         self._fault: CheckError | None = None
-        self.ended = asyncio.Event()  # by an internal error: nothing is served any more
-        self.tokens_per_s = 0.0  # of prompts and answers, a moving average
+        self.ended = asyncio.Event()  # set after an internal error: the service is over
+        self.tokens_per_s = 0.0  # tokens of prompts and answers, a moving average
         self._measured_at = time.monotonic()
         self._num_measured = 0  # tokens since then
 
@@ -88,7 +88,7 @@ class Service:
             self._tasks[-1].add_done_callback(self._task_ended)
 
     def _task_ended(self, task: asyncio.Task) -> None:
-        """End the service: without the task, requests would wait for ever."""
+        """End the service: without this task, requests would wait for ever."""
         if task.cancelled():
             return
         error = task.exception()
@@ -148,28 +148,28 @@ class Service:
 
     @property
     def heartbeat_age(self) -> float | None:
-        """Return the seconds since the engine's last sign of life; None without engine."""
+        """Return the seconds since the engine's last frame; None without an engine."""
         if self.link is None:
             return None
         return time.monotonic() - self.link.last_frame
 
     @property
     def is_live(self) -> bool:
-        """Return whether the service runs, and its engine shows signs of life or is being started."""
+        """Return whether the service runs, and its engine is responsive or being started."""
         age = self.heartbeat_age
         return self._fault is None and (age is None or age < self.limits.stall)
 
     def total(self, name: str) -> int:
-        """Return a counter over all engines: prefix_queries and prefix_hits count tokens, swaps requests."""
+        """Return a total over all engine processes: prefix_queries and prefix_hits in tokens, swaps in requests."""
         return getattr(self._earlier, name) + getattr(self.counters, name)
 
     def drafts(self) -> list[int]:
-        """Return `Speculation.counts` over all engines; nothing without speculation."""
+        """Return `Speculation.counts`, summed over all engine processes; [] without speculation."""
         pairs = itertools.zip_longest(self._earlier.drafts, self.counters.drafts, fillvalue=0)
         return [sum(pair) for pair in pairs]
 
     def _read(self) -> dict[str, Callable[[], float]]:
-        """Return what the metrics read, by the name of its series."""
+        """Return a getter of each gauge and counter, by the name of its series."""
         return {
             "num_requests_running": lambda: self.counters.running,
             "num_requests_waiting": lambda: self.counters.waiting,
@@ -182,7 +182,7 @@ class Service:
         }
 
     def _infos(self) -> Infos:
-        """Return what the metrics tell by labels, by the name of its series."""
+        """Return a getter of the labels and value of each series of information."""
         return {"cache_config_info": self._cache_config, "lora_requests_info": self._used_adapters}
 
     def _cache_config(self) -> tuple[dict[str, str], float] | None:
@@ -211,7 +211,9 @@ class Service:
         return labels, time.time()
 
     def _used_pages(self) -> float:
-        return self.counters.used_pages / self.ready.num_pages if self.first_frame is not None else 0.0
+        if self.first_frame is None:
+            return 0.0
+        return self.counters.used_pages / self.ready.num_pages
 
     @property
     def num_streams(self) -> int:
@@ -229,7 +231,7 @@ class Service:
             raise StreamError("the server failed; its log says why", 503, "server_failed")
         if self.link is None and not self._restarting:
             raise StreamError("the engine does not start; try again", 503, "engine_starting", retry_after=1)
-        self._check_room(prompts)  # first, as a refusal under overload must be cheap
+        self._check_room(prompts)  # first: under overload, a refusal must be cheap
         tenant = TENANT.get()
         if tenant:  # prefixes are never shared across tenants
             for prompt in prompts:
@@ -300,15 +302,17 @@ class Service:
                 last_frame = await self.link.run(self.handle_frame)
                 if last_frame:
                     reason = last_frame.message
-            except Exception as error:  # a frame that cannot be handled: a new engine may do better
-                reason = f"what it sent cannot be handled: {fault_of(error)}"
+            except Exception as error:  # a frame that cannot be handled: a new engine process may send none
+                reason = f"one of its frames cannot be handled: {fault_of(error)}"
             dead = self.link
             self.link = None
             self.adapters.engine_died()
             self._earlier = Counters(**{name: self.total(name) for name in _TOTALS}, drafts=self.drafts())
             self.counters = Counters()
             code = await dead.stop()
-            log.error(f"engine process {dead.pid} died: {reason or f'it ended with code {code}'}; starting another")
+            if reason is None:
+                reason = f"it ended with code {code}"
+            log.error(f"engine process {dead.pid} died: {reason}; starting another")
             self.record_crash()
             self._restarting = True
             backoff = 0.5
@@ -325,7 +329,7 @@ class Service:
             self.resubmit()
 
     def record_crash(self) -> None:
-        """Fail requests that saw two crashes, which they may cause, and all at the second in `_CRASH_WINDOW_S`."""
+        """Fail requests that ran in two crashes, which they may cause; at a second in `_CRASH_WINDOW_S`, fail all."""
         now = time.monotonic()
         while self.crashes and now - self.crashes[0] > _CRASH_WINDOW_S:
             self.crashes.popleft()
@@ -334,12 +338,12 @@ class Service:
             for prompt in stream.prompts:
                 prompt.num_crashes += bool(prompt.choices)
             if any(prompt.num_crashes > 1 for prompt in stream.prompts):
-                self.fail(stream, StreamError("the engine died twice while it was at this request"))
+                self.fail(stream, StreamError("the engine died twice while it ran this request"))
             elif len(self.crashes) > 1:
                 self.fail(stream, StreamError("the engine died twice within a minute"))
 
     def resubmit(self) -> None:
-        """Send all unfinished requests to the new engine: each choice goes on after the tokens that it has."""
+        """Resubmit all unfinished requests to the new engine: each choice continues after its last token."""
         assert self.link is not None
         self.prompts.clear()
         for stream in self.streams:
@@ -347,11 +351,11 @@ class Service:
                 prompt.resumed.clear()
                 request = prompt.request
                 choices = prompt.collector.completion.choices
-                if len(prompt.prompt_logprobs) < len(request.prompt_ids) - 1:
+                if len(prompt.prompt_logprobs) < len(request.prompt_ids) - 1:  # incomplete: the new engine sends all
                     prompt.prompt_logprobs.clear()
                 elif request.max_new_tokens:
                     request = replace(request, prompt_logprobs=None)
-                if len(prompt.choices) == request.n and not any(choice.token_ids for choice in choices):
+                if len(prompt.choices) == request.n and not any(choice.token_ids for choice in choices):  # not begun
                     prompt.number = next(self._numbers)
                     self.prompts[prompt.number] = prompt
                     self.link.send(Add(prompt.number, request))
@@ -388,7 +392,7 @@ class Service:
                 self._admit(prompt, num_cached_tokens, now)
         for number, first, logprobs in frame.prompt_logprobs:
             prompt = self.prompts.get(number)
-            # Only once, where several choices of it were resumed.
+            # Once only: several resumed choices of a prompt each send them.
             if prompt is not None and first == len(prompt.prompt_logprobs) + 1:
                 prompt.prompt_logprobs += logprobs
         num_tokens = 0
@@ -398,7 +402,7 @@ class Service:
                 continue
             try:
                 num_tokens += self._add_token(prompt, choice, token, finish, token_logprobs, now)
-            except Exception as error:  # fails this answer; the others of the step go on
+            except Exception as error:  # fails this answer only
                 log.error(f"a token cannot be handled: {fault_of(error)}")
                 self.fail(prompt.stream, StreamError("the server failed; its log says why"))
         if num_tokens:
@@ -419,7 +423,7 @@ class Service:
     def _add_token(
         self, prompt: PromptRequest, number: int, token: int, finish: str | None, logprobs: Logprobs | None, now: float
     ) -> bool:
-        """Add a token, or an answer's end (-1), to its answer. Returns whether a token was added."""
+        """Add a token to its answer; -1 ends the answer without one. Returns whether a token was added."""
         choice = number - prompt.request.choice
         if choice not in prompt.choices:
             return False
@@ -439,7 +443,7 @@ class Service:
         if not reason:
             return is_token
         if reason == "stop_string" and not finish and self.link is not None:
-            # A resumed choice has a number that no other choice shares.
+            # A resumed choice has a separate number in the engine.
             self.link.send(Abort(prompt.resumed.get(choice, prompt.number), number))
         self._finish(prompt, choice, reason)
         if stream.done:
@@ -447,13 +451,13 @@ class Service:
         return is_token
 
     def _fail_at_token(self, prompt: PromptRequest, reason: str) -> None:
-        """Fail a stream for an error that the engine found at one of its tokens."""
+        """Fail a stream for an error that the engine reported with a token."""
         if reason == "error":
             error = StreamError(f"{NOT_FINITE}; the request was ended")
         else:
             assert prompt.request.grammar is not None
             param = prompt.request.grammar.name
-            message = f"{param}: the answer came to where it is too complex; simplify it"
+            message = f"{param}: during the answer, the grammar became too complex; simplify it"
             # 400: the same grammar would fail again, so clients should not retry.
             error = StreamError(message, 400, reason, param=param)
         self.fail(prompt.stream, error)
@@ -499,7 +503,7 @@ class Service:
             self.fail(stream, error)
 
     async def _watch(self) -> None:
-        """Once a second, end requests that waited too long, unread streams, and an engine that hangs."""
+        """About once a second, end requests that waited too long, unread streams, and an engine that hangs."""
         while True:
             await asyncio.sleep(min(1.0, self.limits.queue_timeout / 2, self.limits.stall / 2))
             now = time.monotonic()

@@ -1,4 +1,4 @@
-"""The stream of one HTTP request: deltas, each with all tokens since the last one was read."""
+"""The stream of one HTTP request: deltas, each with all tokens since the previous one was read."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class PromptRequest:
     stream: Stream = field(init=False)
     collector: Collector = field(init=False)
     arrived: float = field(init=False)
-    first: int = field(init=False)  # index of its first answer
-    choices: set[int] = field(init=False)  # those that have not ended
+    first: int = field(init=False)  # index of its first answer in the stream
+    choices: set[int] = field(init=False)  # unfinished ones
     number: int = -1  # in the engine process
     admitted: float | None = None
     num_cached_tokens: int = 0  # of its prompt, from the prefix cache
     last_token: float | None = None
     num_crashes: int = 0  # of engine processes that ran it
-    prompt_logprobs: list[Logprobs] = field(default_factory=list)  # of its tokens but the first
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)  # of all its tokens but the first
     resumed: dict[int, int] = field(default_factory=dict)  # after a crash: number in the engine process by choice
 
 
@@ -91,7 +91,7 @@ class Stream:
 
     def __init__(self, prompts: Sequence[PromptRequest], tokenizer: Tokenizer):
         self.began = time.monotonic()
-        self.sending_since: float | None = None  # time since which a delta waits for the client
+        self.sending_since: float | None = None  # since when a delta has waited for the client
         self.first_token: float | None = None  # its time
         self.num_prompt_tokens = sum(len(prompt.request.prompt_ids) for prompt in prompts)
         self.prompts = prompts
@@ -130,7 +130,7 @@ class Stream:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Return how many of the answers' tokens are reasoning, with its marks."""
+        """Return the number of reasoning tokens in the answers, marks included."""
         count = 0
         for prompt in self.prompts:
             for choice in prompt.collector.completion.choices:
@@ -139,7 +139,7 @@ class Stream:
 
     @property
     def done(self) -> bool:
-        """Return whether nothing more comes."""
+        """Return whether the stream has ended."""
         return self.error is not None or self._num_open == 0
 
     @property
@@ -170,7 +170,7 @@ class Stream:
             self.wake()
 
     def wake(self) -> None:
-        """Wake the reader: something came, or the engine admitted a prompt."""
+        """Wake the reader: a delta arrived, or the engine admitted a prompt."""
         waiter = self._waiter
         self._waiter = None
         if waiter is not None and not waiter.done():

@@ -32,7 +32,7 @@ from jinja2.utils import Namespace
 
 HEADER = struct.Struct(">I")
 CPU_SECONDS = 2.0
-MEMORY = 512 << 20  # bytes of address space beyond those at the start
+MEMORY = 512 << 20  # bytes of address space more than at the start
 _EXTRA_CHARACTERS = 1 << 20  # of a prompt, beyond twice those of its frame
 _MAX_ERROR = 300  # characters
 _MARK = "<|the final message ends here|> "  # a template that trims messages removes the space

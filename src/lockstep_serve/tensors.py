@@ -19,7 +19,7 @@ import numpy as np
 
 from lockstep_serve.bodies import BadRequest
 
-_MAX_ELEMENTS = 1 << 31  # more than any body has bytes
+_MAX_ELEMENTS = 1 << 31  # more than the bytes of any body
 _LENGTH = struct.Struct("<I")
 DATATYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(bool),
@@ -67,7 +67,7 @@ def check_declaration(name: str, datatype: str, shape: Sequence[int]) -> int:
         raise BadRequest(f"{name}: datatype: expected one of {', '.join(DATATYPES)}, found {datatype[:20]!r}", name)
     sizes = [max(1, size) for size in shape]  # NumPy also limits the other sizes of an empty tensor
     if len(shape) > 8 or min(shape, default=0) < 0 or math.prod(sizes) >= _MAX_ELEMENTS:
-        raise BadRequest(f"{name}: shape: expected up to 8 sizes from 0 on, found {str(list(shape))[:60]}", name)
+        raise BadRequest(f"{name}: shape: expected at most 8 sizes, none negative, found {str(list(shape))[:60]}", name)
     return math.prod(shape)
 
 
@@ -148,17 +148,15 @@ def from_bytes(name: str, datatype: str, shape: Sequence[int], data: bytes) -> T
 def _elements(name: str, count: int, data: bytes) -> list[bytes]:
     elements: list[bytes] = []
     at = 0
-    while at < len(data) and len(elements) < count:
-        if at + _LENGTH.size > len(data):
-            break
+    while at + _LENGTH.size <= len(data) and len(elements) < count:
         (length,) = _LENGTH.unpack_from(data, at)
         at += _LENGTH.size + length
         if at > len(data):
-            raise BadRequest(f"{name}: expected an element of {length} bytes, found the end of the data before", name)
+            raise BadRequest(f"{name}: expected an element of {length} bytes, found the data to end before", name)
         elements.append(data[at - length : at])
     if len(elements) != count or at != len(data):
         raise BadRequest(
-            f"{name}: expected {count} BYTES elements and no more, found {len(elements)} and the rest", name
+            f"{name}: expected exactly {count} BYTES elements, found {len(elements)} and other bytes", name
         )
     return elements
 

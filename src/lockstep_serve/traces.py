@@ -24,12 +24,12 @@ from lockstep_serve.ended_requests import EndedRequest
 from lockstep_serve.log import log
 
 _PATH = "/v1/traces"
-_SECONDS = 2.0  # that the last spans may take when the server ends
+_SECONDS = 2.0  # for the last spans when the server ends
 _CHATS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
 
 
 class _FirstWarning(logging.Handler):
-    """Prints the exporter's first warning as a line: it logs one, or a traceback, for every batch."""
+    """Prints the exporter's first warning on one line; by itself it logs one, or a traceback, for every batch."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -114,7 +114,7 @@ class Traces:
         }
 
     def close(self) -> None:
-        """Send the waiting spans, as far as `_SECONDS` allow."""
+        """Send the waiting spans, for at most `_SECONDS`."""
         ending = threading.Thread(target=self._provider.shutdown, daemon=True)
         ending.start()
         ending.join(_SECONDS)

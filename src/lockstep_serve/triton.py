@@ -1,8 +1,8 @@
 """Triton's generate extension: a flat JSON object in and out.
 
-POST /v2/models/NAME/generate and /generate_stream. A name of the body that is an input of the model is that tensor, of
-one value or a list; any other is a parameter. An answer has Triton's keys; a value of one element stands without its
-list.
+POST /v2/models/NAME/generate and /generate_stream. A field of the body that names an input of
+the model is that tensor, one value or a list; any other is a parameter. An answer has Triton's keys; a list of one
+value is sent as the value.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def generate_endpoints(triton: Triton, access: Access) -> list[Endpoint]:
     async def generate_stream(request: Request) -> Any:
         infer_request = await _infer_request(request, access)
         inference = await triton.infer(infer_request)
-        # Tokens, unless the body says that it wants none: upstream gives one event where `stream` is left out.
+        # Stream tokens unless the body says otherwise; upstream sends one event if `stream` is absent.
         in_tokens = inference.in_tokens or not {"stream", "streaming"} & infer_request.inputs.keys()
         events = events_of(inference, in_tokens, lambda response: _answer(infer_request, response))
         return InferAnswer(inference, lambda response: (_answer(infer_request, response), _JSON), events)
@@ -56,10 +56,10 @@ async def _infer_request(request: Request, access: Access) -> InferRequest:
             if value is not None:
                 inputs[name] = _tensor(name, model.inputs[name], value)
         elif isinstance(value, list | dict):
-            raise BadRequest(f"{name[:80]}: expected an input of the model {model.name}, found no such one", name[:80])
+            raise BadRequest(f"{name[:80]}: expected an input of the model {model.name}, found another name", name[:80])
         else:
             parameters[name] = value
-    # As upstream had them at first, with zeros for log-probabilities that were not asked for.
+    # As in upstream's first versions, with zeros for log-probabilities that were not requested.
     outputs = tuple(model.outputs) if "text_output" in model.outputs else None
     return InferRequest(model, id, inputs, outputs, parameters)
 
@@ -69,7 +69,7 @@ def _tensor(name: str, spec: Spec, value: Any) -> Tensor:
     if not isinstance(value, list):
         value = [value]
     array = values_array(name, spec.datatype, value)
-    free = [place for place, size in enumerate(spec.dims) if size == -1]
+    free = [axis for axis, size in enumerate(spec.dims) if size == -1]
     shape = [max(1, size) for size in spec.dims]
     fixed = math.prod(shape)
     expected = f"{fixed} values"

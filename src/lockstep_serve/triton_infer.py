@@ -1,4 +1,4 @@
-"""Triton's inference, over HTTP and gRPC: a request in, responses out; other requests may stop it by its id."""
+"""Triton's inference, over HTTP and gRPC: a request in, responses out. Another request can stop it by its id."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lockstep_serve.triton_inputs import Batch, InferRequest, Prompt, check_outp
 from lockstep_serve.triton_statistics import Statistics
 from lockstep_serve.triton_steps import postprocess, preprocess
 
-_CONTEXT = 32  # tokens that postprocessing needs before a piece, for spaces and incomplete characters
+_CONTEXT = 32  # tokens before a piece, from which postprocessing decodes spaces and incomplete characters
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Triton:
     """The five models in front of a service."""
 
     def __init__(self, service: Service, fold_ids: bool = False):
-        """Put the models in front of a service; fold_ids: take token ids modulo the vocabulary's size."""
+        """fold_ids: take token ids modulo the vocabulary's size."""
         self.service = service
         self._fold_ids = fold_ids
         self._running: dict[str, set[Generation]] = {}  # by the ids of their requests
@@ -99,7 +99,7 @@ class Triton:
         return generation
 
     def ended(self, request: InferRequest, generation: Generation, stream: Stream) -> None:
-        """Forget a generation that has ended, and count it, only the first time."""
+        """Remove an ended generation and count it; later calls do nothing."""
         generations = self._running.get(request.id, set())
         if generation not in generations:
             return
@@ -132,13 +132,13 @@ class _Answer:
 
     def take(self, delta: AnswerDelta) -> None:
         """Add new tokens up to a stop sequence, without the end token."""
-        for place, token in enumerate(delta.token_ids):
-            last = place == len(delta.token_ids) - 1
+        for position, token in enumerate(delta.token_ids):
+            last = position == len(delta.token_ids) - 1
             if last and delta.finish == "stop_id" and token in self.prompt.end_ids:
                 break
             self.tokens.append(token)
             if delta.logprobs:
-                self.log_probs.append(float(np.maximum(delta.logprobs[place].chosen, -9999.0)))
+                self.log_probs.append(float(np.maximum(delta.logprobs[position].chosen, -9999.0)))
             if any(tuple(self.tokens[-len(stop) :]) == stop for stop in self.prompt.stop_ids):
                 self.ended = True
                 break
@@ -191,7 +191,7 @@ class Generation(Inference):
                 for delta in deltas:
                     answer = self._answers[delta.index]
                     if answer.ended:
-                        continue  # the engine does not know of stop sequences of tokens
+                        continue  # the engine does not know stop sequences of tokens
                     answer.take(delta)
                     text = delta.text
                     if delta.finish:  # upstream sends the stop word that ends an answer
@@ -255,7 +255,7 @@ def _context(answer: _Answer, with_prompt: bool) -> list[Tensor]:
 def _padded(
     name: str, datatype: str, rows: Sequence[Sequence[Any]], fill: Any, batch: int, num_sequences: int, min_length: int
 ) -> Tensor:
-    """Return the tensor [batch, each, length] of rows; length is at least `least`."""
+    """Return the tensor [batch, answers per prompt, length] of rows, padded to at least `min_length`."""
     length = max(min_length, *map(len, rows))
     values = [[*row, *[fill] * (length - len(row))] for row in rows]
     return of(name, datatype, values, batch, num_sequences, length)

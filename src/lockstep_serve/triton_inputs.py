@@ -48,7 +48,7 @@ class InferRequest:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One element of a batch. end_ids end it and are not sent; the sequences stop_ids end it and are sent."""
+    """One prompt of a batch. end_ids end its answer and are not sent; sequences of stop_ids end it and are sent."""
 
     prompt_request: PromptRequest
     end_ids: frozenset[int]
@@ -75,17 +75,17 @@ class Batch:
             spec = model.inputs.get(input_name)
             if spec is None:
                 raise BadRequest(
-                    f"{input_name[:80]}: expected an input of the model {model.name}, found no such one", input_name
+                    f"{input_name[:80]}: expected an input of the model {model.name}, found another name", input_name
                 )
             _check(input_name, spec, tensor)
             name = _COMMON.get(spec.name, spec.name)
             if name in self._tensors:
-                raise BadRequest(f"{input_name}: expected once, found it and {spec.name}; leave one out", input_name)
+                raise BadRequest(f"{input_name}: expected it once, found also {spec.name}; leave one out", input_name)
             self._tensors[name] = tensor.array
             sizes[input_name] = tensor.array.shape[0]
         for spec in model.listed:
             if spec.use == "required" and _COMMON.get(spec.name, spec.name) not in self._tensors:
-                raise BadRequest(f"{spec.name}: expected this input of the model {model.name}, found none", spec.name)
+                raise BadRequest(f"{spec.name}: required by the model {model.name}, found none", spec.name)
         self.size = next(iter(sizes.values()))
         other = next((name for name, size in sizes.items() if size != self.size), None)
         if other is not None:
@@ -127,7 +127,7 @@ def check_outputs(request: InferRequest) -> None:
     """Raise BadRequest for an output that the model does not have."""
     for name in request.outputs or ():
         if name not in request.model.outputs and name not in NEVER_MADE:
-            raise BadRequest(f"{name[:80]}: expected an output of the model {request.model.name}, found no such one")
+            raise BadRequest(f"{name[:80]}: expected an output of the model {request.model.name}, found another name")
 
 
 async def prompts_of(batch: Batch, service: Service, fold_ids: bool, lora: Any = None) -> list[Prompt]:
@@ -195,10 +195,10 @@ def _prompt(batch: Batch, number: int, service: Service, fold_ids: bool, lora: A
     end_ids = frozenset(ready.eos_token_ids)
     if "end_id" in batch:
         end_ids = frozenset([batch.value("end_id", number)])
-    end_ids = frozenset(token for token in end_ids if 0 <= token < vocab_size)  # an end_id of -1: it never ends
+    end_ids = frozenset(token for token in end_ids if 0 <= token < vocab_size)  # end_id -1: no token ends the answer
     log_probs = batch.value("return_log_probs", number, False)
     ends = end_ids | {tokens[0] for tokens in stop_ids if len(tokens) == 1}
-    # As upstream, more tokens than fit after the prompt are no error.
+    # As upstream, max_tokens beyond the context is no error.
     max_new_tokens = min(batch.value("max_tokens", number), max(1, ready.max_seq_len - len(ids)))
     n = batch.value("num_return_sequences", number, 1) or 1
     adapter = _adapter(batch, number, service, lora)
@@ -226,13 +226,14 @@ def _sampling(
         top_p = 1.0
     names = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "seed")
     values = {name: batch.value(name, number) for name in names if name in batch}
+    logprobs = 0 if log_probs else None
     return Sampling(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         logit_bias=bias,
         bad_words=tuple(bad_words),
-        logprobs=0 if log_probs else None,
+        logprobs=logprobs,
         **values,
     )
 
@@ -240,7 +241,7 @@ def _sampling(
 def word_biases(
     batch: Batch, words_name: str, weights_name: str, number: int, tokenizer: Tokenizer
 ) -> dict[int, float]:
-    """Return what to add to logits by token, for all spellings of words. Raises BadRequest."""
+    """Return the logit biases {token: bias} for all spellings of words. Raises BadRequest."""
     raw = batch.values(words_name, number)
     weights = batch.values(weights_name, number)
     if len(raw) != len(weights):

@@ -3,7 +3,7 @@
 Names, datatypes and shapes of their tensors as that backend's config.pbtxt files give them, and what this server does
 with each input.
 
-required, taken: what they say. ignored: it cannot change an answer of this server. refused: it asks for something that
+required, taken: as named. ignored: it cannot change an answer of this server. refused: it asks for something that
 this server cannot do, and so is an error unless all of its values are 0, false or empty, which ask for nothing. A name
 after "=" is an older one of the same input: taken, not listed in the metadata. A last name is the ensemble's for an
 input of one of its steps, where that has another: with "_" it is an output of a step.

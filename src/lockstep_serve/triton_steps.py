@@ -62,7 +62,7 @@ async def preprocess(batch: Batch, service: Service) -> list[Tensor]:
 
 
 def batch_values(batch: Batch, name: str, default: int) -> list[int]:
-    """Return a value for each prompt of a batch."""
+    """Return the value of an input for each prompt of a batch."""
     return [batch.value(name, number, default) for number in range(batch.size)]
 
 
@@ -81,9 +81,9 @@ def _word_lists(name: str, lists: Sequence[Sequence[Sequence[int]]]) -> Tensor:
 def postprocess(batch: Batch, service: Service) -> list[Tensor]:
     """Return the texts of tokens [batch, beams, length].
 
-    SEQUENCE_LENGTH [batch, beams]: how many of them count. CONTEXT_IDS [batch, beams, any length], padded with -1: the
-    tokens before those, if they are a piece of a stream: its leading spaces are kept, and an incomplete character at
-    its end comes with the next piece, unless IS_LAST. Raises BadRequest.
+    SEQUENCE_LENGTH [batch, beams]: number of valid tokens. CONTEXT_IDS [batch, beams, any length], padded with -1: the
+    tokens before them, if they are a piece of a stream: its leading spaces are kept, and an incomplete character at its
+    end is left to the next piece, unless IS_LAST. Raises BadRequest.
     """
     texts = []
     for number in range(batch.size):

@@ -10,21 +10,21 @@ from lockstep.errors import InputError
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep_serve.bodies import BadRequest, bad_request
 
-# Each new token is searched for all of them.
+# Limited, because the text of each new token is searched for all words.
 _MAX_WORDS = 64
-_MAX_LENGTH = 4096  # of all words together, in characters or tokens
+_MAX_LENGTH = 4096  # characters or tokens of all words together
 
 
 def check_words(name: str, words: Sequence[Sized], unit: str = "characters") -> None:
     """Raise BadRequest for too many or too long words; unit: of their lengths."""
     total = sum(map(len, words))
     if len(words) > _MAX_WORDS or total > _MAX_LENGTH:
-        expected = f"at most {_MAX_WORDS}, of {_MAX_LENGTH} {unit} in all"
-        raise BadRequest(f"{name}: expected {expected}, found {len(words)}, of {total} in all", name)
+        expected = f"at most {_MAX_WORDS} words and {_MAX_LENGTH} {unit}"
+        raise BadRequest(f"{name}: expected {expected}, found {len(words)} and {total}", name)
 
 
 def spellings(name: str, texts: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Return the token sequences by which the tokenizer may write the words, each once. Raises BadRequest."""
+    """Return the distinct token sequences that spell the words. Raises BadRequest."""
     check_words(name, texts)
     sequences: dict[tuple[int, ...], None] = {}
     try:

@@ -59,7 +59,7 @@ def test_a_stream_has_the_tokens_of_the_whole(answers: dict[str, dict[str, Any]]
     assert actual["streamed"] == actual["whole"][actual["num_prompt_tokens"] :]
     assert len(actual["sequence_lengths"]) > 1 and sum(actual["sequence_lengths"]) == 24
     assert actual["sequences"] == [0, 1]
-    assert "max_tokens: expected this input" in actual["error"]
+    assert "max_tokens: required by the model" in actual["error"]
 
 
 def test_a_stop_request_and_a_cancel_end_a_request(server: RealServer, answers: dict[str, dict[str, Any]]) -> None:

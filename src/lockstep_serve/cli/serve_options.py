@@ -1,4 +1,4 @@
-"""The server that the options of `lockstep serve` start.
+"""Start the server that the options of `lockstep serve` describe.
 
 options: those of the command line. Times are seconds; max_body and kv_bytes are bytes, kv_bytes below 1 a fraction of
 the free memory.
@@ -102,8 +102,8 @@ def run_server(place: Opened, options: SimpleNamespace) -> None:
         grammar_seconds=options.grammar_timeout,
         speculative=options.speculative,
         log_level=options.log_level,
-        adapters=str(place.adapters) if place.adapters else None,
-        checkpoint=str(place.checkpoint) if place.checkpoint else None,
+        adapters=_path_text(place.adapters),
+        checkpoint=_path_text(place.checkpoint),
     )
     if (root := options.allow_adapter_loading) is not None:
         _check_adapter_loading(place)
@@ -157,7 +157,7 @@ def _observers(options: SimpleNamespace, name: str) -> list[RequestLog | Traces]
 
 @contextlib.contextmanager
 def _named_options() -> Iterator[None]:
-    """Name the option where the engine's memory for the KV cache is too small."""
+    """Rename the engine's error of a KV cache that is too small after the option."""
     try:
         yield
     except InputError as error:
@@ -187,6 +187,10 @@ def _end_with_stdin() -> None:
         while os.read(0, 1 << 12):
             pass
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _path_text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
 def _threads() -> int | None:

@@ -1,4 +1,4 @@
-"""Arguments that a model writes as text, by the schema of their function: a text in, a value of JSON out."""
+"""Convert arguments that a model writes as text to JSON values, by the schema of their function."""
 
 from __future__ import annotations
 
@@ -18,21 +18,18 @@ Schema = Mapping[str, Any]
 
 
 def properties(function: Schema) -> Mapping[str, Any] | None:
-    """Return the schemas of a function's arguments, by name; None where it lists none."""
+    """Return {argument: schema} of a function; None if it declares none."""
     schemas = branches(function, function)[0].get("properties")
     return schemas if isinstance(schemas, Mapping) else None
 
 
 def branches(schema: Any, root: Schema) -> list[Schema]:
-    """Return the schemas of which a value follows one: $ref, anyOf and oneOf are resolved.
-
-    root: the document of each $ref.
-    """
+    """Return the alternatives of a schema, without $ref, anyOf and oneOf. root: the document of each $ref."""
     return _Resolver(root).branches(schema)
 
 
 def choices(branch: Schema) -> list[Any] | None:
-    """Return the values that a branch lists; None where it lists none."""
+    """Return the values that a branch enumerates; None without an enumeration."""
     values = branch.get("enum")
     if isinstance(values, list) and values:
         return values
@@ -45,7 +42,7 @@ def kinds(schema: Any, root: Schema) -> frozenset[str] | None:
 
 
 class _Resolver:
-    """Resolves schemas of one document. Beyond `_MAX_SCHEMAS` of them, a schema allows any value."""
+    """Resolves the schemas of one document. After `_MAX_SCHEMAS` of them, every schema allows any value."""
 
     def __init__(self, root: Schema):
         self._root = root
@@ -118,9 +115,9 @@ def _without(schema: Schema, keyword: str) -> dict[str, Any]:
 
 
 def coerced(text: str, function: Schema, name: str) -> Any:
-    """Return the argument that a text means: the first of its readings that the schema allows, else the text.
+    """Return the value of an argument's text: its first reading that the schema allows, else the text itself.
 
-    Where a string is allowed, a text that has none of the other types stays as it is.
+    Where a string is allowed, a text that has none of the other allowed types is returned unchanged.
     """
     schema = (properties(function) or {}).get(name, function.get("additionalProperties"))
     allowed = kinds(schema, function)
@@ -154,7 +151,7 @@ def dumped(value: Any) -> str:
 
 
 def _readings(text: str) -> Iterator[Any]:
-    """Yield the values that a text may mean, as JSON and as Python's constants, lists and dictionaries."""
+    """Yield the possible values of a text, as JSON and as Python's constants, lists and dictionaries."""
     try:
         value = json.loads(text)
         dumped(value)  # not NaN, Infinity and numbers that become it
@@ -171,7 +168,7 @@ def _readings(text: str) -> Iterator[Any]:
 
 
 def _has_kind(value: Any, allowed: frozenset[str]) -> bool:
-    """Return whether a value has one of some types; where strings are allowed, a quoted one keeps its quotes."""
+    """Return whether a value has an allowed type. False for a string where strings are allowed: it keeps its quotes."""
     kind = _TYPE_NAMES[type(value)]
     if kind == "string" and "string" in allowed:
         return False

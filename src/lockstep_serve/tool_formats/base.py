@@ -1,4 +1,4 @@
-"""Formats of tool calls: readers as generators, which wait for more of the answer.
+"""Formats of tool calls: readers are generators, which wait for more of the answer.
 
 A reader gets the text from a call's first character on. It yields `Event`s, and None where it needs more text. It
 raises `Malformed` at the first character that is not part of a call, so that the text becomes content.
@@ -27,7 +27,7 @@ VALUE = "\0value"
 
 
 class Malformed(Exception):
-    """The error of text that only began like a call; end: index up to which it is content."""
+    """Text that only began like a call; end: it is content up to this index."""
 
     def __init__(self, end: int | None = None) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Source:
             raise Malformed
 
     def close(self, mark: str) -> Reading[None]:
-        """Read a closing mark, which a model may leave out at the end of its answer."""
+        """Read a closing mark, which a model may omit at the end of its answer."""
         yield from self.space()
         if self.at < len(self.text) or not self.ended:
             yield from self.expect(mark)
@@ -117,7 +117,7 @@ class Source:
                 self.at = match.start()
             elif self.ended:
                 self.at = len(self.text)
-            else:  # the last characters may begin a mark
+            else:  # the last characters may be the beginning of a mark
                 self.at = max(self.at, len(self.text) - longest + 1)
             if kind is not None and self.at > start:
                 yield Event(kind, self.text[start : self.at])

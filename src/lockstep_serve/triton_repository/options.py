@@ -14,7 +14,7 @@ from typing import Any
 from lockstep.errors import InputError
 from lockstep_serve.model_config import parameters_of, read_config
 
-# The defaults are what the server does by itself.
+# The defaults are the server's behaviour without options.
 TAKEN = {
     "batch_scheduler_policy": "guaranteed_no_evict",
     "kv_cache_free_gpu_mem_fraction": "0.9",
@@ -63,7 +63,7 @@ def template_values(pairs: Sequence[str], max_batch_size: int) -> tuple[dict[str
     """
     parameters: dict[str, str] = {}
     settings: dict[str, Any] = {}
-    for pair in (part for text in pairs for part in text.split(",") if part):
+    for pair in filter(None, ",".join(pairs).split(",")):
         name, _, value = pair.partition("=" if "=" in pair else ":")
         if name == "triton_max_batch_size":
             if value != str(max_batch_size):
@@ -94,7 +94,7 @@ def serve_options(repository: Path) -> dict[str, Any]:
     values = TAKEN | parameters_of(config)
     for name, value in values.items():
         if name in _CHOICES and value.lower() not in _CHOICES[name]:
-            expected = (" or ".join(_CHOICES[name]) or "no value") + ", as this server has nothing else"
+            expected = (" or ".join(_CHOICES[name]) or "no value") + " (this server supports nothing else)"
         elif name in _BELOW and not (_NUMBER.fullmatch(value) and 0 < float(value) < _BELOW[name]):
             expected = f"a number above 0 and below {_BELOW[name]}"
         else:

@@ -201,7 +201,7 @@ def test_an_engine_that_dies_twice_at_a_request_ends_it_with_an_error(tree: Path
                 server.wait_until(lambda status: status["streams"] == 2)
                 os.kill(server.engine_pid, signal.SIGKILL)
                 *_, last = events
-                assert "died twice while it was at this request" in last["error"]["message"] and not events.done
+                assert "died twice while it ran this request" in last["error"]["message"] and not events.done
                 said = list(later)[-1]["error"]["message"] if later.status == 200 else json.loads(later.answer.read())
                 assert "the engine died twice within a minute" in str(said)
         server.wait_until(lambda status: status["restarts"] == 2)

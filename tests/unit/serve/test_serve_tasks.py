@@ -94,7 +94,7 @@ def test_another_engine_is_started_for_what_cannot_be_handled(
 
     whole, broken = asyncio.run(run())
     assert broken == whole and service.restarts == 1
-    assert any("what it sent cannot be handled: ValueError: a fault of the test (" in line for line in lines)
+    assert any("one of its frames cannot be handled: ValueError: a fault of the test (" in line for line in lines)
 
 
 def test_a_token_that_cannot_be_handled_ends_its_own_answer(

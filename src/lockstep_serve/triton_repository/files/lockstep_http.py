@@ -110,7 +110,7 @@ def _input(name, array):
 
 
 def infer_response(answer, types):
-    """Return the response for an answer of /infer. types: of NumPy, by name, of the outputs in config.pbtxt."""
+    """Return the response for an answer of /infer. types: {name: NumPy's type} of the outputs in config.pbtxt."""
     tensors = []
     for output in answer["outputs"]:
         if output["name"] in types:
