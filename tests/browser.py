@@ -149,17 +149,17 @@ class Browser:
         if self._session:
             message["sessionId"] = self._session
         os.write(self._out, json.dumps(message).encode() + b"\0")
-        answer = self._read(lambda found: found.get("id") == message["id"])
+        answer = self._read(lambda reply: reply.get("id") == message["id"])
         assert "error" not in answer, (method, answer["error"])
         return answer["result"]
 
     def _read(self, is_it: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         until = time.monotonic() + PATIENCE
         while True:
-            whole, found, rest = self._rest.partition(b"\0")
-            if found:
-                self._rest = rest
-                message = json.loads(whole)
+            payload, separator, remainder = self._rest.partition(b"\0")
+            if separator:
+                self._rest = remainder
+                message = json.loads(payload)
                 if is_it(message):
                     return message
                 self._note(message)

@@ -40,7 +40,7 @@ def _inside(folder: Path, environment: Mapping[str, str], argv: list[str]) -> It
     """Put this process in the place of one that is started in `folder`. With this environment."""
     before = dict(os.environ)
     path = list(sys.path)
-    own = sys.argv
+    arguments = sys.argv
     try:
         os.environ.clear()
         os.environ.update(environment)
@@ -49,6 +49,6 @@ def _inside(folder: Path, environment: Mapping[str, str], argv: list[str]) -> It
             yield
     finally:
         sys.path[:] = path
-        sys.argv = own
+        sys.argv = arguments
         os.environ.clear()
         os.environ.update(before)

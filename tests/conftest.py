@@ -129,13 +129,13 @@ def each_model_is_traced_once(tmp_path_factory: pytest.TempPathFactory) -> Itera
     if unique_layers is None or find_spec("filelock") is None:  # the Python of the tests on a GPU may not have it
         yield
         return
-    own = unique_layers.trace_and_cut
+    trace_and_cut = unique_layers.trace_and_cut
     shared = Shared(shared_root(tmp_path_factory.getbasetemp()))
 
     def cut(meta, indices, wide_residual):
         kind = type(meta)
         if traces_anew or is_patched(kind.__module__):
-            return own(meta, indices, wide_residual)
+            return trace_and_cut(meta, indices, wide_residual)
         signature = unique_layers.layer_signature(meta, {})  # the module tree, its tensors and plain settings
         config = json.loads(meta.config.to_json_string(False))
         content = [
@@ -146,12 +146,14 @@ def each_model_is_traced_once(tmp_path_factory: pytest.TempPathFactory) -> Itera
             wide_residual,
         ]
         digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-        make = lambda folder: (folder / "cut.pickle").write_bytes(pickle.dumps(own(meta, indices, wide_residual)))
+        make = lambda folder: (folder / "cut.pickle").write_bytes(
+            pickle.dumps(trace_and_cut(meta, indices, wide_residual))
+        )
         return pickle.loads((shared.folder(f"traces/{digest}", make) / "cut.pickle").read_bytes())
 
     unique_layers.trace_and_cut = cut
     yield
-    unique_layers.trace_and_cut = own
+    unique_layers.trace_and_cut = trace_and_cut
 
 
 import lockstep  # noqa: E402, F401  first: it switches off what other packages send when they are imported

@@ -50,21 +50,21 @@ DIGESTS = re.compile(r"sha256$")
 
 def mutations(value: Any) -> list[Any]:
     """Yield other values for `value`: of other types, of its type and out of range. And none."""
-    others = [
+    renamed = [
         None, True, -1, 0, 1, 10**9, 2**63, 10**40, 0.5, float("nan"), float("inf"), "", "x", "../x", "/etc/passwd",
         "a\nb", [], [value], {}, {"x": value}, [[[[0]]]],
     ]  # fmt: skip
     if isinstance(value, str):
-        others += [value + "x", value.upper(), "\ud800"]
+        renamed += [value + "x", value.upper(), "\ud800"]
     elif isinstance(value, bool):
-        others += [not value]
+        renamed += [not value]
     elif isinstance(value, int):
-        others += [value + 1, value * 2, -value, float(value), str(value)]
+        renamed += [value + 1, value * 2, -value, float(value), str(value)]
     elif isinstance(value, list):
-        others += [value[:-1], value + value[-1:], value[::-1], AGAIN]
+        renamed += [value[:-1], value + value[-1:], value[::-1], AGAIN]
     elif isinstance(value, dict):
-        others += [{**value, "../x": 1}]
-    return [MISSING, *(other for other in others if json.dumps(other) != json.dumps(value))]
+        renamed += [{**value, "../x": 1}]
+    return [MISSING, *(other for other in renamed if json.dumps(other) != json.dumps(value))]
 
 
 def values(document: Any, path: tuple = ()) -> Iterator[tuple[tuple, Any]]:
@@ -88,14 +88,14 @@ def shape(path: tuple, document: Any) -> tuple:
 def cases(documents: dict[str, Any]) -> Iterator[tuple[str, tuple, Any]]:
     """(document, path, value) of each case, in the order of the documents."""
     for name, document in documents.items():
-        seen = set()
+        tried = set()
         for path, value in values(document):
             kind = shape(path, document)
-            if not path or kind in seen or DIGESTS.search(str(path[-1])) or path[-1] in ("provenance", "batchful"):
+            if not path or kind in tried or DIGESTS.search(str(path[-1])) or path[-1] in ("provenance", "batchful"):
                 continue
             if name == MANIFEST and path[0] == "files":
                 continue  # test_bundle.py: headers follow from it
-            seen.add(kind)
+            tried.add(kind)
             yield from ((name, path, other) for other in mutations(value))
 
 
@@ -186,7 +186,7 @@ def outcome(path: Path, weights: Path | None) -> str:
 
 
 def main(bundle: str, weights: str, work: str) -> None:
-    given = None if weights == "-" else Path(weights)
+    weights_path = None if weights == "-" else Path(weights)
     folder = Path(work)
     source = Bundle(Path(bundle))
     path = folder / "case.tar"
@@ -203,7 +203,7 @@ def main(bundle: str, weights: str, work: str) -> None:
 
     sys.addaudithook(watch)
     print(
-        json.dumps({"case": -1, "outcome": outcome(Path(bundle), given)}), flush=True
+        json.dumps({"case": -1, "outcome": outcome(Path(bundle), weights_path)}), flush=True
     )  # as it is; libraries are loaded then
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + BYTES, used + BYTES))
@@ -218,10 +218,10 @@ def main(bundle: str, weights: str, work: str) -> None:
         # takes none.
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
         signal.alarm(30 * SECONDS)
-        found = outcome(path, given)
+        result = outcome(path, weights_path)
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.alarm(0)
-        print(json.dumps({**about, "outcome": found}), flush=True)
+        print(json.dumps({**about, "outcome": result}), flush=True)
 
 
 if __name__ == "__main__":

@@ -63,10 +63,10 @@ def write_tokenizer(writer: gguf.GGUFWriter, kind: str, vocabularies: dict[str, 
     """Add a tokenizer of a kind of KINDS, or none; return how many tokens it has."""
     if kind == "none":
         return len(vocabularies["gpt2"]["tokens"])
-    own = dict(KINDS[kind])
-    vocabulary = vocabularies[own["model"]]
-    writer.add_tokenizer_model(own.pop("model"))
-    writer.add_tokenizer_pre(own.pop("pre"))
+    metadata = dict(KINDS[kind])
+    vocabulary = vocabularies[metadata["model"]]
+    writer.add_tokenizer_model(metadata.pop("model"))
+    writer.add_tokenizer_pre(metadata.pop("pre"))
     writer.add_token_list(vocabulary["tokens"])
     writer.add_token_types(vocabulary["types"])
     if "merges" in vocabulary:
@@ -75,7 +75,7 @@ def write_tokenizer(writer: gguf.GGUFWriter, kind: str, vocabularies: dict[str, 
         writer.add_token_scores(vocabulary["scores"])
     writer.add_bos_token_id(vocabulary["bos"])
     writer.add_eos_token_id(vocabulary["eos"])
-    for name, flag in own.items():
+    for name, flag in metadata.items():
         writer.add_bool(f"tokenizer.ggml.{name}", flag)
     return len(vocabulary["tokens"])
 
@@ -90,23 +90,23 @@ def write_model(
     """
     architecture = changes.pop("architecture", name.partition(",")[0])
     extra = changes.pop("tensors", {})
-    more = changes.pop("more", {})
-    own = {**MODELS[name], **changes}
-    head = own.get("attention.key_length", HIDDEN // HEADS)
-    layers = own.get("layers", 2)
+    extra_fields = changes.pop("more", {})
+    metadata = {**MODELS[name], **changes}
+    head = metadata.get("attention.key_length", HIDDEN // HEADS)
+    layers = metadata.get("layers", 2)
     writer = gguf.GGUFWriter(path, architecture)
     tokens = write_tokenizer(writer, kind, vocabularies)
     keys = {
         "block_count": layers, "context_length": LENGTH, "embedding_length": HIDDEN, "feed_forward_length": WIDE,
         "attention.head_count": HEADS, "attention.head_count_kv": GROUPS,
         "attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 10000.0, "rope.dimension_count": head,
-        **{key: value for key, value in own.items() if key not in _FORM},
+        **{key: value for key, value in metadata.items() if key not in _FORM},
     }  # fmt: skip
-    for key, value in {**{f"{architecture}.{key}": value for key, value in keys.items()}, **more}.items():
+    for key, value in {**{f"{architecture}.{key}": value for key, value in keys.items()}, **extra_fields}.items():
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
         if value is not None:
             add[type(value)](key, value)
-    tensors = _tensors(own, architecture, tokens, head, layers)
+    tensors = _tensors(metadata, architecture, tokens, head, layers)
     for tensor, numbers in {**tensors, **extra}.items():
         if numbers is None:
             continue
@@ -119,7 +119,7 @@ def write_model(
     return path
 
 
-def _tensors(own: dict[str, Any], architecture: str, tokens: int, head: int, layers: int) -> dict[str, np.ndarray]:
+def _tensors(metadata: dict[str, Any], architecture: str, tokens: int, head: int, layers: int) -> dict[str, np.ndarray]:
     random = np.random.default_rng(0)
 
     def matrix(rows: int, columns: int) -> np.ndarray:
@@ -131,19 +131,19 @@ def _tensors(own: dict[str, Any], architecture: str, tokens: int, head: int, lay
     queries = HEADS * head
     keys = GROUPS * head
     tensors = {"token_embd.weight": matrix(tokens, HIDDEN), "output_norm.weight": vector(HIDDEN, 1)}
-    if not own.get("tied"):
+    if not metadata.get("tied"):
         tensors["output.weight"] = matrix(tokens, HIDDEN)
-    if own.get("divisors"):
-        tensors["rope_freqs.weight"] = llama3_divisors(own["rope.freq_base"], head)
+    if metadata.get("divisors"):
+        tensors["rope_freqs.weight"] = llama3_divisors(metadata["rope.freq_base"], head)
     for layer in range(layers):
         block = {"attn_norm": vector(HIDDEN, 1), "ffn_norm": vector(HIDDEN, 1), "attn_output": matrix(HIDDEN, queries)}
         projections = {"attn_q": queries, "attn_k": keys, "attn_v": keys, "ffn_gate": WIDE, "ffn_up": WIDE}
-        if own.get("merged"):
+        if metadata.get("merged"):
             projections = {"attn_qkv": queries + 2 * keys, "ffn_up": 2 * WIDE}
         block |= {name: matrix(rows, HIDDEN) for name, rows in projections.items()} | {"ffn_down": matrix(HIDDEN, WIDE)}
-        block |= {name: vector(head if name.startswith("attn_") else HIDDEN, 1) for name in own.get("norms", ())}
+        block |= {name: vector(head if name.startswith("attn_") else HIDDEN, 1) for name in metadata.get("norms", ())}
         tensors |= {f"blk.{layer}.{name}.weight": numbers for name, numbers in block.items()}
-        if own.get("bias"):
+        if metadata.get("bias"):
             tensors |= {f"blk.{layer}.{name}.bias": vector(projections[name], 0) for name in list(projections)[:3]}
     return tensors
 

@@ -170,8 +170,8 @@ class _Handler(BaseHTTPRequestHandler):
         if hub.damage:
             data = data[:-1] + bytes([data[-1] ^ 1])
         size = len(data)
-        if wanted := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or ""):
-            start = int(wanted[1])
+        if match := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or ""):
+            start = int(match[1])
         headers = {"Content-Range": f"bytes {start}-{size - 1}/{size}"} if start else {}
         stop = size if hub.drop_after is None else min(size, start + hub.drop_after)
         self._send(206 if start else 200, headers, data[start:], stop - start)

@@ -52,8 +52,8 @@ class Statistics:
 
 def first_token(model: PreTrainedModel) -> int:
     """Return the id that sequences are to begin with."""
-    found = getattr(model.config.get_text_config(), "bos_token_id", None)
-    return found if isinstance(found, int) and 0 <= found < _table(model).shape[0] else 0
+    token = getattr(model.config.get_text_config(), "bos_token_id", None)
+    return token if isinstance(token, int) and 0 <= token < _table(model).shape[0] else 0
 
 
 Change = Callable[[PreTrainedModel], None]
@@ -66,10 +66,10 @@ def no_change(model: PreTrainedModel) -> None:
 def write(config: Mapping[str, Any], seed: int, folder: Path, change: Change = no_change) -> Statistics:
     """Write the checkpoint of a config.json with such weights, float32, and a tokenizer of bytes."""
     folder.mkdir(parents=True, exist_ok=True)
-    made = cut_config(config, "all")
-    made._experts_implementation = "eager"  # the one that also runs in fp64
+    small_config = cut_config(config, "all")
+    small_config._experts_implementation = "eager"  # the one that also runs in fp64
     with quiet():
-        model = AutoModelForCausalLM.from_config(made, attn_implementation="eager", dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_config(small_config, attn_implementation="eager", dtype=torch.float32).eval()
         statistics = draw(model, seed, change)
         tied = set(getattr(model, "all_tied_weights_keys", None) or {})
         saved = revert_weight_conversion(model, {k: v for k, v in model.state_dict().items() if k not in tied})
@@ -129,17 +129,17 @@ def _embed(model: PreTrainedModel, ids: torch.Tensor, channels: list[int], gener
 def _calibrate_norms(model: PreTrainedModel, ids: torch.Tensor, hidden: int) -> dict[torch.nn.Module, float]:
     """Let norms give channels of about one; return the gain by norm that lets nothing through (0, or -1)."""
 
-    def calibrate(module: Any, given: tuple[Any, ...], options: dict[str, Any]) -> None:
-        if module in zeros or not given or not isinstance(given[0], torch.Tensor):
+    def calibrate(module: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+        if module in zeros or not inputs or not isinstance(inputs[0], torch.Tensor):
             return
         weight = module.weight
         gains = weight.clone()
         weight.fill_(1.0)
-        ones = _rows(module.forward(*given, **options), hidden)
+        hidden_rows = _rows(module.forward(*inputs, **options), hidden)
         weight.fill_(0.0)
-        nothing = _rows(module.forward(*given, **options), hidden)  # but for a bias, the same for all tokens
+        nothing = _rows(module.forward(*inputs, **options), hidden)  # but for a bias, the same for all tokens
         offset = -1.0 if nothing.std(0).max() > 1e-3 else 0.0
-        size = (ones - nothing).square().mean(0).sqrt()
+        size = (hidden_rows - nothing).square().mean(0).sqrt()
         weight.copy_(gains / size.clamp(1e-5, 1e5) + offset)
         zeros[module] = offset
 
@@ -173,14 +173,16 @@ def _attend_to_first(model: PreTrainedModel, channels: list[int]) -> None:
         if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or weight.shape[1] != _table(model).shape[1]:
             continue
         layer = re.search(r"\.(\d+)\.", name)
-        own = config.per_layer_config[int(layer[1])] if layer and config.is_heterogeneous else config  # Gemma 4
+        layer_config = (
+            config.per_layer_config[int(layer[1])] if layer and config.is_heterogeneous else config
+        )  # Gemma 4
         for pattern, key, channel in (
             (_QUERY, "num_attention_heads", channels[0]),
             (_KEY, "num_key_value_heads", channels[-1]),
         ):
             if not pattern.search(name):
                 continue
-            count = getattr(own, key, None) or own.num_attention_heads
+            count = getattr(layer_config, key, None) or layer_config.num_attention_heads
             if isinstance(count, int) and weight.shape[0] % count == 0:
                 dim = weight.shape[0] // count
                 weight[dim - 1 :: dim, channel] += _SHARPNESS * dim**0.25
@@ -204,8 +206,8 @@ def _scale_logits(
         bias = getattr(last, "bias", None)
         scaled = [cast(torch.Tensor, last.weight), *([bias] if isinstance(bias, torch.Tensor) else [])]
         scaled[0][channels] = zero
-        for more in scaled[1:]:
-            more[channels] = 0.0
+        for name in scaled[1:]:
+            name[channels] = 0.0
     cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     target = min(_LOGITS, cap / 3) if cap else _LOGITS
     for _ in range(4):  # a soft cap bends the line

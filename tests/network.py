@@ -43,10 +43,10 @@ class Recorder:
 
         The number of a session and of this machine, events not sent yet.
         """
-        kept = [
+        connections = [
             path
             for name in (".ses", "Microsoft")
             for folder in (self._temporary, self._cache)
             for path in folder.rglob(name)
         ]
-        return sorted(str(path) for path in kept)
+        return sorted(str(path) for path in connections)

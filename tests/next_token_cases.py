@@ -103,9 +103,9 @@ def noise_of(seed: int, choice: int, position: int, size: int) -> np.ndarray:
 def probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
     """Return the unnormalized probabilities of all tokens; 0 for those that are filtered out."""
     ids, weights = candidates(logits, sampling)
-    whole = np.zeros(len(logits), np.float32)
-    whole[slice(None) if ids is None else ids] = weights
-    return whole
+    full = np.zeros(len(logits), np.float32)
+    full[slice(None) if ids is None else ids] = weights
+    return full
 
 
 def record(samplings: list[Sampling], choices: list[int]) -> np.ndarray:
@@ -115,7 +115,7 @@ def record(samplings: list[Sampling], choices: list[int]) -> np.ndarray:
 
 
 def check_draws(
-    found: np.ndarray, logits: np.ndarray, samplings: list[Sampling], choices: list[int], positions: np.ndarray
+    tokens: np.ndarray, logits: np.ndarray, samplings: list[Sampling], choices: list[int], positions: np.ndarray
 ) -> None:
     """Each token is the definition's, or one that the last bits chose instead.
 
@@ -123,22 +123,22 @@ def check_draws(
     of what top-p keeps. The first comes once in 2^19 draws or so; the second where a token as likely as the error of
     the mass (2^-20) wins, or one in that many draws. So more than one in a case of up to some thousands is a fault.
     """
-    others = 0
-    for token, row, sampling, choice, position in zip(found.tolist(), logits, samplings, choices, positions.tolist()):
+    num_other = 0
+    for token, row, sampling, choice, position in zip(tokens.tolist(), logits, samplings, choices, positions.tolist()):
         expected = Sampler(sampling, choice=choice)(row, position).token
         if token == expected:
             continue
-        others += 1
+        num_other += 1
         weights = probabilities(row, sampling)
         ratios = weights / noise_of(sampling.seed, choice, position, len(row))
-        least = weights[weights > 0].min()
-        whole = probabilities(row, Sampling(sampling.temperature))
-        at_edge = [abs(float(whole[item]) / float(least) - 1) < 1e-5 for item in (token, expected)]
+        smallest = weights[weights > 0].min()
+        unfiltered = probabilities(row, Sampling(sampling.temperature))
+        at_edge = [abs(float(unfiltered[item]) / float(smallest) - 1) < 1e-5 for item in (token, expected)]
         near = ratios[token] >= ratios[expected] * (1 - RATIO)
         assert near or (sampling.top_p < 1 and any(at_edge)), (
             f"{token}, expected {expected}: {ratios[token]}, {sampling}"
         )
-    assert others <= 1, f"{others} of {len(found)} tokens are others"
+    assert num_other <= 1, f"{num_other} of {len(tokens)} tokens are others"
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,9 @@ class ProcessedStep:
         for sampled, logprobs in zip(self.sampled, all_logprobs):
             if sampled.logprobs is not None:
                 assert [token for token, _ in logprobs.top] == [token for token, _ in sampled.logprobs.top]
-                actual, expected = ([one.chosen, *(x for _, x in one.top)] for one in (logprobs, sampled.logprobs))
+                actual, expected = (
+                    [record.chosen, *(x for _, x in record.top)] for record in (logprobs, sampled.logprobs)
+                )
                 np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
 
 

@@ -81,13 +81,13 @@ def giving_tokens(folder: Path, login: str) -> Iterator[str]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            asked = parse_qs(urlsplit(self.path).query)
+            query = parse_qs(urlsplit(self.path).query)
             shown = self.headers.get("Authorization")
             if shown not in (None, f"Basic {login}"):
                 return self.send_error(401)
-            kind, name, actions = asked["scope"][0].split(":")
+            kind, name, actions = query["scope"][0].split(":")
             access = [{"type": kind, "name": name, "actions": actions.split(",")}] if shown else []
-            claims = {"iss": "tokens", "aud": asked["service"][0], "exp": int(time.time()) + 60, "access": access}
+            claims = {"iss": "tokens", "aud": query["service"][0], "exp": int(time.time()) + 60, "access": access}
             token = jwt.encode(claims, private.read_bytes(), "ES256", headers={"x5c": chain})
             self.send_response(200)
             self.end_headers()

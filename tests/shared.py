@@ -91,9 +91,9 @@ class Shared:
         )
 
 
-def shared_root(own: Path) -> Path:
+def shared_root(default_root: Path) -> Path:
     """Return the folder that all processes of a test run share.
 
     `own` is the temporary folder of this process; those of a run's processes are in one folder.
     """
-    return (own.parent if WORKER in os.environ else own) / "shared"
+    return (default_root.parent if WORKER in os.environ else default_root) / "shared"

@@ -79,12 +79,12 @@ class Sender:
 
     def all(self) -> list[InferenceResponse]:
         """Responses up to the final flag."""
-        found = []
+        programs = []
         while True:
             response, flags = self.sent.get(timeout=30)
-            found += [] if response is None else [response]
+            programs += [] if response is None else [response]
             if flags:
-                return found
+                return programs
 
 
 class Request:

@@ -52,8 +52,8 @@ def run_openai(url: str) -> Checks:
         yield "calls of a stream", chat_calls(stream.get_final_completion().choices[0].message)
     message = client.chat.completions.create(messages=chat_turns(message), **options).choices[0].message
     yield "loop", message.content
-    made = client.chat.completions.parse(messages=FORM, model=MODEL, temperature=0, response_format=Form)
-    parsed = made.choices[0].message.parsed
+    parsed_form = client.chat.completions.parse(messages=FORM, model=MODEL, temperature=0, response_format=Form)
+    parsed = parsed_form.choices[0].message.parsed
     yield "form", parsed and parsed.model_dump()
 
     flat = [{"type": "function", **FUNCTION, "strict": True}]
@@ -68,8 +68,8 @@ def run_openai(url: str) -> Checks:
         if item.type == "function_call"
     ]
     yield "loop of responses", client.responses.create(input=[*ASK, *response.output, *results], **options).output_text
-    found = client.responses.parse(input=FORM, model=MODEL, temperature=0, text_format=Form).output_parsed
-    yield "form of a response", found and found.model_dump()
+    output = client.responses.parse(input=FORM, model=MODEL, temperature=0, text_format=Form).output_parsed
+    yield "form of a response", output and output.model_dump()
 
 
 def response_calls(output: Any) -> Any:
@@ -151,10 +151,13 @@ def run_langchain(url: str) -> Checks:
         message = bound.invoke(QUESTION)
         calls = [[call["name"], call["args"]] for call in message.tool_calls]
         yield f"called in {api}", [message.text.strip(), calls]
-        whole = None
+        final_message = None
         for chunk in bound.stream(QUESTION):
-            whole = chunk if whole is None else whole + chunk
-        yield f"called in a stream of {api}", [whole.text.strip(), [[c["name"], c["args"]] for c in whole.tool_calls]]
+            final_message = chunk if final_message is None else final_message + chunk
+        yield (
+            f"called in a stream of {api}",
+            [final_message.text.strip(), [[c["name"], c["args"]] for c in final_message.tool_calls]],
+        )
         results = [ToolMessage(weather(**call["args"]), tool_call_id=call["id"]) for call in message.tool_calls]
         yield f"loop of {api}", bound.invoke([*ASK, message, *results]).text.strip()
         schema = {"title": "Form", "type": "object", "properties": {"city": {"type": "string"}}}
@@ -167,15 +170,15 @@ def run_litellm(url: str) -> Checks:
     import litellm
 
     for provider, base in (("openai", f"{url}/v1"), ("anthropic", url)):
-        given: Any = {"model": f"{provider}/{MODEL}", "api_base": base, "api_key": "none", "temperature": 0}
-        given |= {"tools": [CHAT_TOOL], "max_tokens": 200, "num_retries": 0}
-        message = litellm.completion(messages=ASK, **given).choices[0].message
+        options: Any = {"model": f"{provider}/{MODEL}", "api_base": base, "api_key": "none", "temperature": 0}
+        options |= {"tools": [CHAT_TOOL], "max_tokens": 200, "num_retries": 0}
+        message = litellm.completion(messages=ASK, **options).choices[0].message
         yield f"called by {provider}", chat_calls(message)[:2]
-        chunks = list(litellm.completion(messages=ASK, stream=True, **given))
-        whole = litellm.stream_chunk_builder(chunks, messages=ASK).choices[0].message
-        yield f"called in a stream by {provider}", chat_calls(whole)[:2]
+        chunks = list(litellm.completion(messages=ASK, stream=True, **options))
+        final_message = litellm.stream_chunk_builder(chunks, messages=ASK).choices[0].message
+        yield f"called in a stream by {provider}", chat_calls(final_message)[:2]
         turns = chat_turns(message)
-        yield f"loop by {provider}", litellm.completion(messages=turns, **given).choices[0].message.content
+        yield f"loop by {provider}", litellm.completion(messages=turns, **options).choices[0].message.content
 
 
 def run_inspect(url: str) -> Checks:

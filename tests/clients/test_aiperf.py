@@ -35,23 +35,23 @@ def profile(server: RealServer, work: Path, endpoint: str, *options: object, out
     return json.loads(exported.read_text())
 
 
-def assert_complete(found: Any, count: int) -> None:
+def assert_complete(metrics: Any, count: int) -> None:
     """All `count` requests were answered, with as many tokens as asked for, and were timed."""
-    assert found["is_complete"] and not found["was_cancelled"] and found["error_summary"] == []
-    assert found["request_count"]["avg"] == found["completed_request_count"]["avg"] == count
-    assert found["request_error_rate"]["avg"] == 0
+    assert metrics["is_complete"] and not metrics["was_cancelled"] and metrics["error_summary"] == []
+    assert metrics["request_count"]["avg"] == metrics["completed_request_count"]["avg"] == count
+    assert metrics["request_error_rate"]["avg"] == 0
     for name, tokens in (("prompt", INPUT_LEN), ("completion", OUTPUT_LEN)):
-        usage = found[f"usage_{name}_tokens"]
+        usage = metrics[f"usage_{name}_tokens"]
         assert usage["min"] == usage["max"] == tokens, (name, usage)
-        assert found[f"total_usage_{name}_tokens"]["avg"] == tokens * count
+        assert metrics[f"total_usage_{name}_tokens"]["avg"] == tokens * count
     for name in TIMES:
-        assert 0 <= found[name]["min"] <= found[name]["max"], name
-        assert found[name]["avg"] > 0, name
+        assert 0 <= metrics[name]["min"] <= metrics[name]["max"], name
+        assert metrics[name]["avg"] > 0, name
     for name in ("time_to_first_token", "inter_token_latency", "request_latency"):
-        assert found[name]["count"] == count, name
+        assert metrics[name]["count"] == count, name
     # TTFT is a part of the latency, and the gaps between the tokens are the rest.
-    rest = found["request_latency"]["avg"] - found["time_to_first_token"]["avg"]
-    assert found["inter_token_latency"]["avg"] * (OUTPUT_LEN - 1) == pytest.approx(rest, rel=0.1)
+    generation_ms = metrics["request_latency"]["avg"] - metrics["time_to_first_token"]["avg"]
+    assert metrics["inter_token_latency"]["avg"] * (OUTPUT_LEN - 1) == pytest.approx(generation_ms, rel=0.1)
 
 
 def test_chats_at_a_concurrency(server: RealServer, tmp_path: Path) -> None:
@@ -78,8 +78,8 @@ def test_completions_at_a_request_rate(server: RealServer, tmp_path: Path) -> No
 
 def test_its_record_of_the_metrics_has_the_requests(server: RealServer, tmp_path: Path) -> None:
     usage = ["--use-server-token-count", "--per-chunk-usage"]  # `continuous_usage_stats`
-    found = profile(server, tmp_path, "chat", "--concurrency", 2, "--request-count", 8, *usage)
-    assert_complete(found, 8)
+    metrics = profile(server, tmp_path, "chat", "--concurrency", 2, "--request-count", 8, *usage)
+    assert_complete(metrics, 8)
     exported = json.loads((tmp_path / "out" / "server_metrics_export.json").read_text())
     assert exported["summary"]["endpoints_successful"] == [f"{server.url}/metrics"]
     (series,) = exported["metrics"]["lockstep:e2e_request_latency_seconds"]["series"]

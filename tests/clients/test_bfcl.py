@@ -47,8 +47,8 @@ def arguments(allowed: Mapping[str, list[Any]]) -> dict[str, Any]:
 
 def call(truth: Mapping[str, Mapping[str, list[Any]]]) -> str:
     ((name, allowed),) = truth.items()
-    given = {"name": name.replace(".", "_"), "arguments": arguments(allowed)}  # no dots in names of OpenAI's
-    return f"<tool_call>\n{json.dumps(given, ensure_ascii=False)}\n</tool_call>"
+    declared = {"name": name.replace(".", "_"), "arguments": arguments(allowed)}  # no dots in names of OpenAI's
+    return f"<tool_call>\n{json.dumps(declared, ensure_ascii=False)}\n</tool_call>"
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +58,12 @@ def cases() -> dict[str, list[tuple[str, str, str]]]:
     data = Path(run_client("bfcl", "python", "-c", code, work=Path(), cwd=Path()).strip()) / "data"
     results = {}
     for category, number in CASES.items():
-        asked = lines(data / f"BFCL_v4_{category}.json")[:number]
+        questions = lines(data / f"BFCL_v4_{category}.json")[:number]
         truths = lines(data / "possible_answer" / f"BFCL_v4_{category}.json")[:number]
-        assert [item["id"] for item in asked] == [truth["id"] for truth in truths]
+        assert [item["id"] for item in questions] == [truth["id"] for truth in truths]
         results[category] = [
             (item["id"], item["question"][0][-1]["content"], "\n".join(map(call, truth["ground_truth"])))
-            for item, truth in zip(asked, truths)
+            for item, truth in zip(questions, truths)
         ]
     return results
 

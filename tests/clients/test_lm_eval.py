@@ -77,9 +77,9 @@ def completions(
     work = tmp_path_factory.mktemp("lm-eval")
     tasks = (CHOICES, CONTINUATIONS, PERPLEXITY)
     sent, batch = REQUESTS[request.param]
-    found = evaluate(work, "local-completions", f"{where},{sent}", "--batch_size", str(batch), tasks=tasks)
+    results = evaluate(work, "local-completions", f"{where},{sent}", "--batch_size", str(batch), tasks=tasks)
     server.wait_idle()
-    return found
+    return results
 
 
 @cache
@@ -102,14 +102,14 @@ def scores(context: str, continuation: str) -> tuple[float, bool, int]:
     """
     import torch
 
-    given = tokenizer().encode(context).tolist() if context else [torch_model().config.eos_token_id]
-    whole = tokenizer().encode(context + continuation).tolist()
-    tokens = whole if context else given + whole
-    assert tokens[: len(given)] == given
+    context_ids = tokenizer().encode(context).tolist() if context else [torch_model().config.eos_token_id]
+    all_ids = tokenizer().encode(context + continuation).tolist()
+    tokens = all_ids if context else context_ids + all_ids
+    assert tokens[: len(context_ids)] == context_ids
     with torch.no_grad():
-        logits = torch_model()(torch.tensor([tokens])).logits[0, len(given) - 1 : -1]
+        logits = torch_model()(torch.tensor([tokens])).logits[0, len(context_ids) - 1 : -1]
     rows = torch.log_softmax(logits.double(), -1).numpy()
-    chosen = tokens[len(given) :]
+    chosen = tokens[len(context_ids) :]
     greedy = rows.argmax(-1).tolist() == chosen
     return float(rows[np.arange(len(chosen)), chosen].sum()), greedy, len(chosen)
 
@@ -118,10 +118,10 @@ def continued(context: str, num_tokens: int) -> str:
     """Return the greedy continuation by transformers up to the first full stop."""
     import torch
 
-    given = torch.tensor([tokenizer().encode(context).tolist()])
+    context_ids = torch.tensor([tokenizer().encode(context).tolist()])
     with torch.no_grad():
-        made = torch_model().generate(given, max_new_tokens=num_tokens, do_sample=False, pad_token_id=0)
-    text = tokenizer().decode(made[0].numpy())
+        output_ids = torch_model().generate(context_ids, max_new_tokens=num_tokens, do_sample=False, pad_token_id=0)
+    text = tokenizer().decode(output_ids[0].numpy())
     assert text.startswith(context)
     return text.removeprefix(context).partition(".")[0]
 
@@ -169,6 +169,6 @@ def test_completions_are_the_greedy_ones_of_transformers(completions: Evaluation
 def test_chats_are_the_greedy_ones_of_transformers(server: RealServer, tmp_path: Path, requests: str) -> None:
     """The demo's chat template makes of one message of a user its text."""
     where = f"model=demo-llama,base_url={server.url}/v1/chat/completions,eos_string=<eos>,{requests}"
-    found = evaluate(tmp_path, "local-chat-completions", where, "--apply_chat_template", tasks=(CONTINUATIONS,))
-    assert_continued(found)
+    results = evaluate(tmp_path, "local-chat-completions", where, "--apply_chat_template", tasks=(CONTINUATIONS,))
+    assert_continued(results)
     server.wait_idle()

@@ -46,8 +46,8 @@ def test_the_commands_of_a_section_have_all_answers(triton_server: RealServer, t
     assert grpc is not None
     words = {"http://127.0.0.1:8000": triton_server.url, "127.0.0.1:8001": grpc[1], "resources/demo-llama": str(DEMO)}
     script = f"set -e\n{NAMES}{commands}"
-    for word, here in words.items():
-        script = script.replace(word, here)
+    for word, numbers in words.items():
+        script = script.replace(word, numbers)
     programs = os.pathsep.join(str(environments / name / "bin") for name in ("aiperf", "perf-analyzer"))
     environment = {"PATH": f"{programs}{os.pathsep}{os.defpath}", "HOME": str(tmp_path), "HF_ENDPOINT": NOWHERE}
     run = subprocess.run(

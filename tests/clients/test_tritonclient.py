@@ -36,9 +36,9 @@ def answers(server: RealServer, tmp_path_factory: pytest.TempPathFactory) -> dic
 def test_both_protocols_say_the_same_of_the_server(answers: dict[str, dict[str, Any]]) -> None:
     http = answers["http"]
     rpc = answers["grpc"]
-    for found in (http, rpc):
-        assert found["live"] and found["ready"] and found["model_ready"] == [True, True]
-        assert found["refused"].partition(": ")[2].startswith("model: expected one of ensemble")
+    for client in (http, rpc):
+        assert client["live"] and client["ready"] and client["model_ready"] == [True, True]
+        assert client["refused"].partition(": ")[2].startswith("model: expected one of ensemble")
     assert http["server"] == rpc["server"] and http["index"] == rpc["index"]["models"]
     assert [item["name"] for item in http["metadata"]["inputs"]] == [item["name"] for item in rpc["metadata"]["inputs"]]
     config = rpc["config"]["config"]

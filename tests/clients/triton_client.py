@@ -31,9 +31,9 @@ TEXT = {
 def tensors(module: Any, values: dict[str, np.ndarray]) -> list[Any]:
     results = []
     for name, value in values.items():
-        each = module.InferInput(name, value.shape, np_to_triton_dtype(value.dtype))
-        each.set_data_from_numpy(value)
-        results.append(each)
+        tensor = module.InferInput(name, value.shape, np_to_triton_dtype(value.dtype))
+        tensor.set_data_from_numpy(value)
+        results.append(tensor)
     return results
 
 
@@ -97,10 +97,14 @@ class Streamed:
 
 def core(client: Any, num_tokens: int, **options: np.ndarray) -> dict[str, np.ndarray]:
     """Return inputs of tensorrt_llm as the model before it makes them. So do clients that chain the models."""
-    given = {"QUERY": TEXT["text_input"], "REQUEST_OUTPUT_LEN": np.array([[num_tokens]], np.int32)}
-    made = client.infer("preprocessing", tensors(grpcclient, given))
+    query = {"QUERY": TEXT["text_input"], "REQUEST_OUTPUT_LEN": np.array([[num_tokens]], np.int32)}
+    preprocessed = client.infer("preprocessing", tensors(grpcclient, query))
     names = {"INPUT_ID": "input_ids", "REQUEST_INPUT_LEN": "input_lengths", "REQUEST_OUTPUT_LEN": "request_output_len"}
-    return {**{to: made.as_numpy(name) for name, to in names.items()}, "end_id": np.array([[-1]], np.int32), **options}
+    return {
+        **{to: preprocessed.as_numpy(name) for name, to in names.items()},
+        "end_id": np.array([[-1]], np.int32),
+        **options,
+    }
 
 
 def stop_inputs() -> list[Any]:
@@ -117,38 +121,38 @@ def ids(results: list[Any]) -> list[int]:
 def of_grpc(port: str) -> dict[str, Any]:
     client = grpcclient.InferenceServerClient(f"127.0.0.1:{port}")
     streaming = np.array([[True]])
-    whole = core(client, 24)
+    answer = core(client, 24)
     long = core(client, 230, streaming=streaming)
-    found = {
+    texts = {
         **described(client, as_json=True),
         "text": client.infer("ensemble", tensors(grpcclient, TEXT)).as_numpy("text_output")[0].decode(),
-        "whole": ids([client.infer("tensorrt_llm", tensors(grpcclient, whole))]),
-        "num_prompt_tokens": whole["input_ids"].shape[1],
+        "whole": ids([client.infer("tensorrt_llm", tensors(grpcclient, answer))]),
+        "num_prompt_tokens": answer["input_ids"].shape[1],
         "refused": refused(lambda: client.infer("gpt", tensors(grpcclient, TEXT))),
     }
     stream = Streamed(client)
-    client.async_stream_infer("tensorrt_llm", tensors(grpcclient, {**whole, "streaming": streaming}), request_id="a")
+    client.async_stream_infer("tensorrt_llm", tensors(grpcclient, {**answer, "streaming": streaming}), request_id="a")
     client.async_stream_infer("ensemble", tensors(grpcclient, {**TEXT, "stream": streaming}), request_id="b")
-    both: dict[str, list[Any]] = {"a": [], "b": []}
+    pieces: dict[str, list[Any]] = {"a": [], "b": []}
     finals = 0
     while finals < 2:
         result, error = stream.queue.get(timeout=30)
         response = result.get_response()
-        both[response.id].append(result)
+        pieces[response.id].append(result)
         finals += response.parameters["triton_final_response"].bool_param
-    found["streamed"] = ids(both["a"])
-    found["streamed_text"] = "".join(result.as_numpy("text_output")[0].decode() for result in both["b"])
-    found["sequence_lengths"] = [int(result.as_numpy("sequence_length")[0][0]) for result in both["a"]]
+    texts["streamed"] = ids(pieces["a"])
+    texts["streamed_text"] = "".join(result.as_numpy("text_output")[0].decode() for result in pieces["b"])
+    texts["sequence_lengths"] = [int(result.as_numpy("sequence_length")[0][0]) for result in pieces["a"]]
     # Two answers of one prompt, whole: a response each.
     client.async_stream_infer(
         "tensorrt_llm",
-        tensors(grpcclient, {**whole, "num_return_sequences": np.array([[2]], np.int32)}),
+        tensors(grpcclient, {**answer, "num_return_sequences": np.array([[2]], np.int32)}),
         request_id="n",
     )
-    found["sequences"] = sorted(int(result.as_numpy("sequence_index")[0][0]) for result in stream.rest_of("n"))
+    texts["sequences"] = sorted(int(result.as_numpy("sequence_index")[0][0]) for result in stream.rest_of("n"))
     # Wrong: of this request alone.
     client.async_stream_infer("ensemble", tensors(grpcclient, {"text_input": TEXT["text_input"]}), request_id="wrong")
-    found["error"] = str(stream.queue.get(timeout=30)[1])
+    texts["error"] = str(stream.queue.get(timeout=30)[1])
     client.async_stream_infer("tensorrt_llm", tensors(grpcclient, long), request_id="stopped")
     first = stream.queue.get(timeout=30)[0]
     client.async_stream_infer("tensorrt_llm", stop_inputs(), request_id="stopped")
@@ -162,8 +166,8 @@ def of_grpc(port: str) -> dict[str, Any]:
             empty += 1
         else:
             stopped.append(result)
-    found["stopped"] = len(ids(stopped))
-    found["stop_responses"] = empty
+    texts["stopped"] = len(ids(stopped))
+    texts["stop_responses"] = empty
     # A stream that is cancelled, and a request that is.
     client.async_stream_infer("tensorrt_llm", tensors(grpcclient, long), request_id="cancelled")
     stream.queue.get(timeout=30)
@@ -174,8 +178,8 @@ def of_grpc(port: str) -> dict[str, Any]:
     )
     time.sleep(0.05)
     running.cancel()
-    found["cancelled"] = str(results.get(timeout=30))
-    return found
+    texts["cancelled"] = str(results.get(timeout=30))
+    return texts
 
 
 print(json.dumps({"http": of_http(sys.argv[1]), "grpc": of_grpc(sys.argv[2])}))

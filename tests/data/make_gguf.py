@@ -107,8 +107,10 @@ def merged(sequence: list[str], pair: tuple[str, str]) -> list[str]:
 
 def byte_level(strings: list[str]) -> dict[str, Any]:
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    spelled = {byte: chr(byte) for byte in printable} | {byte: chr(256 + place) for place, byte in enumerate(others)}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    spelled = {byte: chr(byte) for byte in printable} | {
+        byte: chr(256 + place) for place, byte in enumerate(unprintable)
+    }
     merges = learn([[spelled[byte] for byte in text.encode()] for text in strings], MERGES)
     special = {
         "<|endoftext|>": gguf_models.CONTROL,
@@ -132,8 +134,8 @@ def sentencepiece(strings: list[str]) -> dict[str, Any]:
         {symbol for symbol, count in Counter("".join(texts)).items() if count > 1 and symbol not in "\n\r\t"}
     )
     merges = learn([[symbol for symbol in "\u2581" + text if symbol in common] for text in texts], MERGES)
-    whole = ("<think>", "<|im_end|>", "\n\n", "  ")
-    pieces = [piece for piece in dict.fromkeys(map("".join, merges)) if piece not in whole]
+    vocabulary = ("<think>", "<|im_end|>", "\n\n", "  ")
+    pieces = [piece for piece in dict.fromkeys(map("".join, merges)) if piece not in vocabulary]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     types = [gguf_models.UNKNOWN, gguf_models.CONTROL, gguf_models.CONTROL, *[gguf_models.BYTE] * 256]
     scores = (
@@ -143,7 +145,7 @@ def sentencepiece(strings: list[str]) -> dict[str, Any]:
     )
     tokens += pieces + common
     types += [gguf_models.NORMAL] * (len(pieces) + len(common))
-    for text in whole:
+    for text in vocabulary:
         tokens.append(text)
         types.append(gguf_models.USER_DEFINED)
         scores.append(0.0)

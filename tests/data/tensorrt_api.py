@@ -40,10 +40,10 @@ for name, value in vars(module).items():
 
 def counts(name: str, text: str | None) -> str:
     """Return "(1,2)" for a function that takes one or two arguments, by pybind11's docstring; "" for what is none."""
-    own = name.rpartition(".")[2] if "." in name else "__init__"
-    found: set[int] = set()
+    function = name.rpartition(".")[2] if "." in name else "__init__"
+    arities: set[int] = set()
     for line in (text or "").splitlines():
-        signature = re.match(rf"(?:\d+\. )?{own}\((.*)\)(?: -> .*)?$", line)
+        signature = re.match(rf"(?:\d+\. )?{function}\((.*)\)(?: -> .*)?$", line)
         if signature is None or signature[1] == "*args, **kwargs":
             continue
         plain = signature[1]
@@ -51,8 +51,8 @@ def counts(name: str, text: str | None) -> str:
             plain = flat
         arguments = [part for part in plain.split(", ") if part and not part.startswith("self")]
         required = sum("=" not in part for part in arguments)
-        found |= {*range(required, len(arguments) + 1)}
-    return f"({','.join(map(str, sorted(found)))})" if found else ""
+        arities |= {*range(required, len(arguments) + 1)}
+    return f"({','.join(map(str, sorted(arities)))})" if arities else ""
 
 
 def names(wheel: Path) -> set[str]:
@@ -65,9 +65,9 @@ def names(wheel: Path) -> set[str]:
         output = lambda *command: subprocess.run(command, check=True, capture_output=True, text=True).stdout
         undefined = [line.split()[-1] for line in output("nm", "-D", "--undefined-only", str(module)).splitlines()]
         # not the C and C++ libraries'
-        wanted = [name for name in undefined if re.search("nv|Nv|Infer|Plugin", name) and "@" not in name]
+        symbols = [name for name in undefined if re.search("nv|Nv|Infer|Plugin", name) and "@" not in name]
         code = Path(folder) / "fake.c"
-        code.write_text("".join(f"void *{name}(void) {{ return 0; }}\n" for name in wanted))
+        code.write_text("".join(f"void *{name}(void) {{ return 0; }}\n" for name in symbols))
         for library in sorted(set(re.findall(r"\[(libnv\S+?)\]", output("readelf", "-d", str(module))))):
             output("gcc", "-shared", "-fPIC", "-o", str(Path(folder) / library), str(code), f"-Wl,-soname,{library}")
         listed = subprocess.run(
@@ -87,8 +87,8 @@ def listing(wheels: Iterable[Path]) -> str:
     versions = sorted(listings, key=lambda version: [int(part) for part in version.split(".")])
     lines = [" ".join(["versions", *versions])]
     for name in sorted(set().union(*listings.values())):
-        found = "".join("x" if name in listings[version] else "-" for version in versions)
-        lines.append(f"{found} {name}")
+        columns = "".join("x" if name in listings[version] else "-" for version in versions)
+        lines.append(f"{columns} {name}")
     return "\n".join(lines) + "\n"
 
 

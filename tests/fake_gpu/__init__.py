@@ -81,10 +81,10 @@ def installed(version: str = "10.6.0", name: str = "tensorrt") -> Iterator[Gpu]:
         try:
             yield gpu
         finally:
-            for key, held in before.items():
+            for key, module in before.items():
                 _remove(key)
-                if held is not None:
-                    _restore(key, held)
+                if module is not None:
+                    _restore(key, module)
     _reload_in_polygraphy()
 
 
@@ -118,24 +118,26 @@ def bound() -> tuple[str, ...]:
         imports[module] = {node.module for node in results}
         imports[module] |= {f"{node.module}.{alias.name}" for node in results for alias in node.names}
     reached: set[str] = set()
-    while more := {module for module, names in imports.items() if names & {"lockstep_gpu.cuda", *reached}} - reached:
-        reached |= more
+    while (
+        importers := {module for module, names in imports.items() if names & {"lockstep_gpu.cuda", *reached}} - reached
+    ):
+        reached |= importers
     return ("lockstep_gpu.cuda", *sorted(reached))
 
 
 def _remove(name: str) -> ModuleType | None:
     """Take a module out of `sys.modules` and out of its package; gives it, None where it was not imported."""
-    package, _, own = name.rpartition(".")
+    package, _, attribute = name.rpartition(".")
     if package in sys.modules:
-        vars(sys.modules[package]).pop(own, None)
+        vars(sys.modules[package]).pop(attribute, None)
     return sys.modules.pop(name, None)
 
 
-def _restore(name: str, held: ModuleType) -> None:
-    package, _, own = name.rpartition(".")
-    sys.modules[name] = held
+def _restore(name: str, module: ModuleType) -> None:
+    package, _, attribute = name.rpartition(".")
+    sys.modules[name] = module
     if package in sys.modules:
-        setattr(sys.modules[package], own, held)
+        setattr(sys.modules[package], attribute, module)
 
 
 def _reload_in_polygraphy() -> None:

@@ -131,12 +131,12 @@ def run(text: str, gpu: Gpu, blocks: int, threads: int, types: Sequence[Any], va
     """Run all blocks. Raises Fault for a pointer that is none of the device, or other threads than it is made for."""
     if not text.startswith(f"// {threads} threads\n"):
         raise Fault(f"kernel: {threads} threads, other than it is compiled for")
-    held: list[np.ndarray] = []
+    alive: list[np.ndarray] = []
     arguments: list[Any] = []
     for kind, value in zip(types, values, strict=True):
         if kind is ctypes.c_void_p:
-            held.append(gpu.bytes(value, 1))
-            arguments.append(ctypes.c_void_p(held[-1].ctypes.data))
+            alive.append(gpu.bytes(value, 1))
+            arguments.append(ctypes.c_void_p(alive[-1].ctypes.data))
         else:
             arguments.append(kind(value))
     compiled_kernel(text)(ctypes.c_int(blocks), *arguments)

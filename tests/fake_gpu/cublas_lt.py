@@ -47,7 +47,7 @@ def cublas_lt(gpu: Gpu) -> SimpleNamespace:
         results[thing.value][attribute] = value._obj.value
         return 0
 
-    def heuristic(handle, product, weight, x, out, same, preference, most, found, count) -> int:
+    def heuristic(handle, product, weight, x, out, same, preference, max_count, found, count) -> int:
         if results[preference.value] != {1: 0, 3: 0}:
             raise Fault(f"cublasLtMatmulAlgoGetHeuristic: {results[preference.value]}")
         described(product, results[weight.value], results[x.value], results[out.value])
@@ -60,10 +60,10 @@ def cublas_lt(gpu: Gpu) -> SimpleNamespace:
 
     def described(product, weight, x, out) -> bool:
         """Whether a product is of e4m3 numbers."""
-        told = {key: value for key, value in results[product.value].items() if key not in (17, 18)}
-        fp8 = told == FP8
+        settings = {key: value for key, value in results[product.value].items() if key not in (17, 18)}
+        fp8 = settings == FP8
         kinds = weight[2], x[2], out[2]
-        if told != (FP8 if fp8 else FP16) or kinds not in (
+        if settings != (FP8 if fp8 else FP16) or kinds not in (
             [(E4M3, E4M3, HALF), (E4M3, E4M3, BFLOAT16)] if fp8 else [(HALF,) * 3, (BFLOAT16,) * 3]
         ):
             raise Fault(f"cuBLAS: {results[product.value]} of {kinds}")
@@ -74,7 +74,7 @@ def cublas_lt(gpu: Gpu) -> SimpleNamespace:
         return 0
 
     def matmul(
-        handle, product, one, weight, of_weight, x, of_x, zero, out, of_out, same, of_same, algorithm, work, size,
+        handle, product, alpha, weight, of_weight, x, of_x, zero, out, of_out, same, of_same, algorithm, work, size,
         stream,
     ) -> int:  # fmt: skip
         fp8 = described(product, *(results[item.value] for item in (of_weight, of_x, of_out)))
@@ -82,9 +82,9 @@ def cublas_lt(gpu: Gpu) -> SimpleNamespace:
         (out_features, in_features), (rows, columns), shape = sizes
         if fp8 and (out_features % 16 or weight.value % 16 or x.value % 16):
             raise Fault(f"cublasLtMatmul: {out_features} outputs, {weight.value}, {x.value}")
-        told = one._obj.value, zero._obj.value, work, size.value, same.value
-        if told != (1.0, 0.0, None, 0, out.value) or columns != in_features or shape != (rows, out_features):
-            raise Fault(f"cublasLtMatmul: {told}, {columns}, {in_features}, {shape}")
+        call = alpha._obj.value, zero._obj.value, work, size.value, same.value
+        if call != (1.0, 0.0, None, 0, out.value) or columns != in_features or shape != (rows, out_features):
+            raise Fault(f"cublasLtMatmul: {call}, {columns}, {in_features}, {shape}")
         if algorithm[0] == REFUSED or (algorithm[0] == SOME_ROWS and rows % 16) or out_features == 1:
             return 15
         gpu.plain += not gpu.capturing(stream.value)
@@ -92,9 +92,9 @@ def cublas_lt(gpu: Gpu) -> SimpleNamespace:
 
         def run() -> None:
             factor, out_kind = (TYPES[results[item.value][2]] for item in (of_weight, of_out))
-            left = gpu.array(weight.value, (out_features, in_features), factor).astype(np.float64)
+            weights = gpu.array(weight.value, (out_features, in_features), factor).astype(np.float64)
             right = gpu.array(x.value, (rows, in_features), factor).astype(np.float64)
-            found = right @ left.T
+            found = right @ weights.T
             if fp8:
                 weight_scales, row_scales = (results[product.value][key] for key in (17, 18))
                 found *= gpu.array(weight_scales, (out_features,), "f4") * gpu.array(row_scales, (rows, 1), "f4")

@@ -86,8 +86,8 @@ def nvrtc() -> ModuleType:
         bounds = r"(?:__(?:cluster_dims|launch_bounds)__\([^)]*\)\s+)*"
         kernels = dict(re.findall(rf"{begin}{bounds}(\w+)\(([^)]*)\)", text))
         kernels.pop("NAME", None)
-        for macro, taken in re.findall(rf"#define (\w+)\(NAME[^)]*\)\s+{begin}{bounds}NAME\(([^)]*)\)", text):
-            kernels |= dict.fromkeys(re.findall(rf"^{macro}\((\w+)", source, re.MULTILINE), taken)
+        for macro, arguments in re.findall(rf"#define (\w+)\(NAME[^)]*\)\s+{begin}{bounds}NAME\(([^)]*)\)", text):
+            kernels |= dict.fromkeys(re.findall(rf"^{macro}\((\w+)", source, re.MULTILINE), arguments)
         parameters = {
             name: ([(part.split()[-1].strip("*"), _kind(part)) for part in text.split(",")], defined[program])
             for name, text in kernels.items()
@@ -142,8 +142,8 @@ def driver(gpu: Gpu) -> ModuleType:
 
     def launch(function, x, y, z, threads, *arguments):
         name, parameters, defined, on_host, home = function
-        *_, stream, given, extra = arguments
-        values, types = given if isinstance(given, tuple) else _read(given, parameters)
+        *_, stream, pointers, extra = arguments
+        values, types = pointers if isinstance(pointers, tuple) else _read(pointers, parameters)
         if len(values) != len(parameters) or any(
             (type_ is ctypes.c_void_p) != (kind == "pointer")
             for type_, (_, kind) in zip(types, parameters, strict=True)
@@ -159,25 +159,25 @@ def driver(gpu: Gpu) -> ModuleType:
         if on_host is not None:
 
             def run() -> None:
-                given = [
+                arguments = [
                     named.state if parameter == "lost" else value for (parameter, _), value in zip(parameters, values)
                 ]
                 for units, argument in re.findall(r"RowSum<(\d+), .* sum\(.* (in\d+) \+", on_host):
                     terms = {**vars(named), "values": vars(named)[argument], "units": x * int(units)}
                     KERNELS["all_reduce"](gpu, x, SimpleNamespace(**terms, kind=named.KIND, shots=1))
-                compiled.run(on_host, gpu, x, threads, types, given)  # `lost` is of the host
+                compiled.run(on_host, gpu, x, threads, types, arguments)  # `lost` is of the host
 
             gpu.launch(stream, home, run)
             return (result.CUDA_SUCCESS,)
         gpu.launch(stream, home, lambda: KERNELS[name](gpu, x, named))
         return (result.CUDA_SUCCESS,)
 
-    def launch_with(config, function, given, extra):
+    def launch_with(config, function, pointers, extra):
         (attribute,) = config.attrs
         if config.numAttrs != 1 or attribute.value.programmaticStreamSerializationAllowed != 1:
             raise Fault("cuLaunchKernelEx: expected one attribute")
         sizes = config.gridDimX, config.gridDimY, config.gridDimZ, config.blockDimX, 1, 1, config.sharedMemBytes
-        return launch(function, *sizes, config.hStream, given, extra)
+        return launch(function, *sizes, config.hStream, pointers, extra)
 
     vars(module).update(
         CUresult=result,

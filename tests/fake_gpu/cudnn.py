@@ -66,11 +66,11 @@ def cudnn(gpu: Gpu) -> ModuleType:
     return module
 
 
-def attend(gpu: Gpu, asked: SimpleNamespace, out: Tensor, addresses: dict, workspace: int) -> None:
+def attend(gpu: Gpu, operation: SimpleNamespace, out: Tensor, addresses: dict, workspace: int) -> None:
     """Attention over pages, of queries [requests, tokens, heads, dim]: packed where they have offsets, else all rows
     are touched, and those behind a request's tokens spoiled."""
     gpu.bytes(workspace, 512)[:] = POISON
-    (requests, heads, tokens, dim), (_, kv_heads, page, value_dim) = asked.q.dim, asked.v.dim
+    (requests, heads, tokens, dim), (_, kv_heads, page, value_dim) = operation.q.dim, operation.v.dim
     read = lambda tensor, shape: gpu.array(addresses[tensor.get_uid()], shape, tensor.data_type)
 
     def packed(tensor: Tensor, request: int, count: int, width: int) -> np.ndarray:
@@ -86,17 +86,17 @@ def attend(gpu: Gpu, asked: SimpleNamespace, out: Tensor, addresses: dict, works
             raise Fault("several requests without offsets")
         return gpu.array(place, (tokens, heads, width), tensor.data_type)
 
-    keys = read(asked.k, asked.k.dim)
-    values = read(asked.v, asked.v.dim)
-    new, held = (read(tensor, (requests,)) for tensor in (asked.seq_len_q, asked.seq_len_kv))
-    table = read(asked.paged_attention_k_table, (requests, asked.paged_attention_k_table.dim[2]))
-    window = getattr(asked, "diagonal_band_left_bound", None)
+    keys = read(operation.k, operation.k.dim)
+    values = read(operation.v, operation.v.dim)
+    new, kv_lengths = (read(tensor, (requests,)) for tensor in (operation.seq_len_q, operation.seq_len_kv))
+    table = read(operation.paged_attention_k_table, (requests, operation.paged_attention_k_table.dim[2]))
+    window = getattr(operation, "diagonal_band_left_bound", None)
     for request in range(requests):
         count = int(new[request])
-        length = int(held[request])
+        length = int(kv_lengths[request])
         if not 0 < count <= tokens or count > length:
             raise Fault(f"{count} new tokens of {length}, at most {tokens} expected")
-        query = packed(asked.q, request, count, dim)
+        query = packed(operation.q, request, count, dim)
         result = packed(out, request, count, value_dim)
         pages = table[request, : -(-length // page)]
         k, v = (
@@ -107,12 +107,12 @@ def attend(gpu: Gpu, asked: SimpleNamespace, out: Tensor, addresses: dict, works
             .repeat(heads // kv_heads, axis=1)
             for cache in (keys, values)
         )
-        scores = np.einsum("ihd,jhd->hij", query[:count].astype(np.float32), k) * asked.attn_scale
+        scores = np.einsum("ihd,jhd->hij", query[:count].astype(np.float32), k) * operation.attn_scale
         at = length - count + np.arange(count)[:, None]
         past = np.arange(length)[None]
-        seen = past <= at if hasattr(asked, "diagonal_band_right_bound") else np.ones((count, length), bool)
-        seen = seen if window is None else seen & (past > at - window)
-        scores = np.where(seen, scores, -np.inf)
+        is_visible = past <= at if hasattr(operation, "diagonal_band_right_bound") else np.ones((count, length), bool)
+        is_visible = is_visible if window is None else is_visible & (past > at - window)
+        scores = np.where(is_visible, scores, -np.inf)
         shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
         result[:] = np.nan
         result[:count] = np.einsum("hij,jhd->ihd", shares / shares.sum(axis=-1, keepdims=True), v)

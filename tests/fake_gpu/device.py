@@ -213,8 +213,8 @@ class Gpu:
             queue = self._queues[stream]
             waits = 0
             while queue and not done():
-                others = (other for other in self._queues.values() if other and other is not queue)
-                waits = 0 if self._one(queue) or any(self._one(other) for other in others) else waits + 1
+                other_queues = (other for other in self._queues.values() if other and other is not queue)
+                waits = 0 if self._one(queue) or any(self._one(other) for other in other_queues) else waits + 1
                 if waits > 4:  # a kernel meets the others at most twice
                     raise Fault(f"stream {stream} waits for what no other stream is going to do")
         return (ERRORS.cudaSuccess,)
@@ -246,14 +246,14 @@ class Gpu:
 
     def copy(self, to: int, source: int, nbytes: int, kind: COPIES, stream: int):
         if kind == COPIES.cudaMemcpyHostToDevice:
-            given = self.host(source, nbytes)
+            data = self.host(source, nbytes)
             if not self.is_pinned(source, nbytes):
                 if self.capturing(stream):
                     raise Fault("a graph copies from host memory that may move")
-                given = given.copy()
+                data = data.copy()
 
             def run() -> None:
-                self.bytes(to, nbytes)[:] = given
+                self.bytes(to, nbytes)[:] = data
         elif kind == COPIES.cudaMemcpyDeviceToHost:
 
             def run() -> None:

@@ -61,18 +61,18 @@ def _with_rope(gpu: Gpu, k: SimpleNamespace, x: np.ndarray, positions: np.ndarra
     first, second = partner if k.SEPARATE else (np.arange(k.DIM), partner[0])
     low = int(positions.min())
     shape = (int(positions.max()) - low + 1, tables, k.DIM)
-    own, other = (
+    first_weight, other = (
         gpu.array(table + low * tables * k.DIM * 4, shape, "f4")[positions - low][:, number, None]
         for table in (k.own, k.other)
     )
-    return (x[:, :, first] * own + x[:, :, second] * other).astype(NUMBERS[k.KIND])
+    return (x[:, :, first] * first_weight + x[:, :, second] * other).astype(NUMBERS[k.KIND])
 
 
 def apply_rope(gpu: Gpu, tokens: int, k: SimpleNamespace) -> None:
     """What RopeKernel.launch says."""
     rows = gpu.array(k.rows, (tokens,), "i4")
     positions = _integers(gpu, k.positions, k.WIDE, tokens)
-    given = NUMBERS[k.QK_KIND]
+    dtype = NUMBERS[k.QK_KIND]
     kind = NUMBERS[k.KIND]
     heads = k.KV_HEADS * k.GROUP
     if (
@@ -82,7 +82,7 @@ def apply_rope(gpu: Gpu, tokens: int, k: SimpleNamespace) -> None:
     ):
         raise Fault("apply_rope: arrays or heads that are not made of 16 bytes")
     query, key = (
-        gpu.array(address, (tokens, count, dim), given)[..., : k.DIM].astype(np.float32)
+        gpu.array(address, (tokens, count, dim), dtype)[..., : k.DIM].astype(np.float32)
         for address, count, dim in ((k.query, heads, k.DIM + k.SINKS), (k.key, k.KV_HEADS, k.DIM))
     )
     value = gpu.array(k.value, (tokens, k.KV_HEADS, k.VALUE_DIM), kind)
@@ -125,9 +125,9 @@ class Page:
             self.numbers = gpu.array(place, (k.KV_HEADS, k.PAGE, dim), self.kind)
             return
         size = k.KV_HEADS * (numbers + k.PAGE)
-        held = gpu.array(cache + page * size, (k.KV_HEADS, numbers + k.PAGE), "u1")
-        self.codes = held[:, :numbers].reshape(k.KV_HEADS, k.PAGE, dim)
-        self.scales = held[:, numbers:]
+        data = gpu.array(cache + page * size, (k.KV_HEADS, numbers + k.PAGE), "u1")
+        self.codes = data[:, :numbers].reshape(k.KV_HEADS, k.PAGE, dim)
+        self.scales = data[:, numbers:]
 
     def put(self, token: int, heads: np.ndarray) -> None:
         if self.fp8:
@@ -143,10 +143,10 @@ class Page:
 def write_pages(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
     """What Fp8Pages.write says."""
     tokens = blocks // -(-2 * k.KV_HEADS // 4)
-    given = NUMBERS[k.QK_KIND]
+    dtype = NUMBERS[k.QK_KIND]
     rows = gpu.array(k.rows, (tokens,), "i4")
     positions = _integers(gpu, k.positions, k.WIDE, tokens)
-    key = gpu.array(k.key, (tokens, k.KV_HEADS, k.DIM), given).astype(np.float32)
+    key = gpu.array(k.key, (tokens, k.KV_HEADS, k.DIM), dtype).astype(np.float32)
     value = gpu.array(k.value, (tokens, k.KV_HEADS, k.VALUE_DIM), NUMBERS[k.KIND])
     _write_pages(gpu, k, rows, positions, _with_rope(gpu, k, key, positions, True), value)
 
@@ -156,13 +156,13 @@ def read_pages(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
     requests = blocks // k.KV_HEADS // k.pages_per_row
     kind = NUMBERS[k.KIND]
     table = gpu.array(k.table, (requests, k.pages_per_row), "i4")
-    held = gpu.array(k.lengths, (requests,), "i4")
+    lengths = gpu.array(k.lengths, (requests,), "i4")
     for cache, out, dim in ((k.keys, k.keys_out, k.DIM), (k.values, k.values_out, k.VALUE_DIM)):
         pages = gpu.array(out, (requests, k.pages_per_row, k.KV_HEADS, k.PAGE, dim), kind)
-        for request, tokens in enumerate(held.tolist()):
+        for request, tokens in enumerate(lengths.tolist()):
             for number in range(-(-tokens // k.PAGE)):
-                found = Page(gpu, k, cache, int(table[request, number]), dim).get()
-                pages[request, number] = np.where(np.arange(k.PAGE)[:, None] < tokens - number * k.PAGE, found, 0)
+                head = Page(gpu, k, cache, int(table[request, number]), dim).get()
+                pages[request, number] = np.where(np.arange(k.PAGE)[:, None] < tokens - number * k.PAGE, head, 0)
 
 
 def decode_attention(gpu: Gpu, shares: int, k: SimpleNamespace) -> None:
@@ -171,7 +171,7 @@ def decode_attention(gpu: Gpu, shares: int, k: SimpleNamespace) -> None:
     rows = gpu.array(k.rows, (requests,), "i4")
     positions = _integers(gpu, k.positions, k.WIDE, requests)
     table = gpu.array(k.pages, (max(rows.max() + 1, 1) if k.BY_ROW else requests, k.pages_per_row), "i4")
-    given = NUMBERS[k.QK_KIND]
+    dtype = NUMBERS[k.QK_KIND]
     kind = NUMBERS[k.KIND]
     heads = k.KV_HEADS * k.GROUP
     if blocks != k.KV_HEADS * -(-k.GROUP // k.HEADS) or shares not in (1, 2, 4, 8, 16):
@@ -183,7 +183,7 @@ def decode_attention(gpu: Gpu, shares: int, k: SimpleNamespace) -> None:
     if gpu.array(k.counters, (requests * blocks,), "i4").any():
         raise Fault("decode_attention: counters that are not 0")
     query, key = (
-        gpu.array(address, (requests, count, dim), given).astype(np.float32)
+        gpu.array(address, (requests, count, dim), dtype).astype(np.float32)
         for address, count, dim in ((k.query, heads, k.DIM + k.SINKS), (k.key, k.KV_HEADS, k.DIM))
     )
     query, sinks = query[..., : k.DIM], query[..., k.DIM :].reshape(requests, k.KV_HEADS, k.GROUP, k.SINKS)
@@ -226,20 +226,20 @@ def advance(gpu: Gpu, count: int, k: SimpleNamespace) -> None:
     """What Kernels.advance says, by the host's definition. Slots are read one by one, so that each array is touched
     just where it may be."""
     slots = gpu.array(k.slots, (count,), "i4").copy()
-    held = _integers(gpu, k.input_positions, k.wide, count).copy()
+    positions = _integers(gpu, k.input_positions, k.wide, count).copy()
     logits = gpu.array(k.logits, (count, k.size), NUMBERS[k.kind])
     for row, slot in enumerate(slots.tolist()):
         if slot < 0:
             continue
         with np.errstate(invalid="ignore"):
             best = logits[row].max()
-        found = int(logits[row].argmax()) if np.isfinite(best) else -1
+        token = int(logits[row].argmax()) if np.isfinite(best) else -1
         terms = gpu.array(k.samplings, (slot + 1,), PARAMETERS)[slot]
         if terms["changes"] & PENALIZED:
-            _count_input(gpu, k, row, slot, int(held[row]), int(terms["num_prompt_tokens"]), count)
-        if found >= 0 and any(terms[name] for name in ("temperature", "changes", "num_logprobs")):
-            found = _processed(gpu, k, row, slot, terms, logits[row].astype(np.float32), int(held[row]) + 1)
-        _set_next(gpu, k, slot, found, int(held[row]))
+            _count_input(gpu, k, row, slot, int(positions[row]), int(terms["num_prompt_tokens"]), count)
+        if token >= 0 and any(terms[name] for name in ("temperature", "changes", "num_logprobs")):
+            token = _processed(gpu, k, row, slot, terms, logits[row].astype(np.float32), int(positions[row]) + 1)
+        _set_next(gpu, k, slot, token, int(positions[row]))
 
 
 def _count_input(gpu: Gpu, k: SimpleNamespace, row: int, slot: int, position: int, num_prompt: int, rows: int) -> None:
@@ -258,7 +258,7 @@ def _processed(
     gpu: Gpu, k: SimpleNamespace, row: int, slot: int, terms: np.ndarray, logits: np.ndarray, position: int
 ) -> int:
     names = ["temperature", "top_k", "top_p", "min_p", "seed"]
-    more = {}
+    penalties = {}
     allowed = None
     forbidden: np.ndarray = np.zeros(0, np.int64)
     counts = np.zeros(k.size, np.int32)
@@ -267,15 +267,15 @@ def _processed(
         counts = gpu.array(k.counts, (slot + 1, k.size), "i4")[slot]
     if terms["changes"] & BIASED:
         biases = gpu.array(k.biases, (slot + 1, k.size), "f4")[slot]
-        more["logit_bias"] = {int(token): float(biases[token]) for token in np.flatnonzero(biases)}
+        penalties["logit_bias"] = {int(token): float(biases[token]) for token in np.flatnonzero(biases)}
     if terms["changes"] & MASKED:
         words = gpu.array(k.masks, (slot + 1, 2, -(-k.size // 32)), "u4")[slot]
         allowed, unforbidden = np.unpackbits(words.view("u1"), axis=1, bitorder="little")[:, : k.size].astype(bool)
         forbidden = np.flatnonzero(~unforbidden)
     if terms["num_logprobs"]:
-        more["logprobs"] = int(terms["num_logprobs"]) - 1
+        penalties["logprobs"] = int(terms["num_logprobs"]) - 1
     fields = {name: terms[name].item() for name in names}
-    sampler = Sampler(Sampling(**fields, **more, bad_words=tuple((int(token),) for token in forbidden)))
+    sampler = Sampler(Sampling(**fields, **penalties, bad_words=tuple((int(token),) for token in forbidden)))
     sampler.choice = int(terms["choice"])
     sampler.prompt_ids = np.flatnonzero(counts < 0)
     counts = counts & 0x7FFFFFFF
@@ -294,12 +294,12 @@ def _processed(
     return sampled.token
 
 
-def _set_next(gpu: Gpu, k: SimpleNamespace, slot: int, found: int, held: int) -> None:
-    if not 0 <= held < k.limit:
-        raise Fault(f"position {held} of slot {slot}, at most {k.limit - 1} expected")
-    gpu.array(k.next_tokens, (slot + 1,), "i4")[slot] = found
-    _integers(gpu, k.tokens, k.wide, slot + 1)[slot] = max(found, 0)
-    _integers(gpu, k.positions, k.wide, slot + 1)[slot] = (held + 1) % k.limit
+def _set_next(gpu: Gpu, k: SimpleNamespace, slot: int, token: int, position: int) -> None:
+    if not 0 <= position < k.limit:
+        raise Fault(f"position {position} of slot {slot}, at most {k.limit - 1} expected")
+    gpu.array(k.next_tokens, (slot + 1,), "i4")[slot] = token
+    _integers(gpu, k.tokens, k.wide, slot + 1)[slot] = max(token, 0)
+    _integers(gpu, k.positions, k.wide, slot + 1)[slot] = (position + 1) % k.limit
 
 
 def largest(gpu: Gpu, count: int, k: SimpleNamespace) -> None:
@@ -308,20 +308,22 @@ def largest(gpu: Gpu, count: int, k: SimpleNamespace) -> None:
     part = gpu.array(k.part, (count, k.size), NUMBERS[k.kind])
     for row in np.flatnonzero(slots >= 0).tolist():
         (token,), (logit,) = greedy.largest(part[row : row + 1], k.first)
-        told = k.argmax + 8 * row
-        gpu.array(told, (1,), "f4")[0] = logit
-        gpu.array(told + 4, (1,), "i4")[0] = token
+        record = k.argmax + 8 * row
+        gpu.array(record, (1,), "f4")[0] = logit
+        gpu.array(record + 4, (1,), "i4")[0] = token
 
 
 def choose(gpu: Gpu, count: int, k: SimpleNamespace) -> None:
     """What Kernels.choose says, by the host's definition."""
     slots = gpu.array(k.slots, (count,), "i4").copy()
-    held = _integers(gpu, k.input_positions, k.wide, count).copy()
-    told = gpu.array(k.argmax, (count, k.ranks), "i8").copy().view("i4").reshape(count, k.ranks, 2)
-    found = greedy.most_likely_of_ranks([(told[:, rank, 1], told[:, rank, 0].view("f4")) for rank in range(k.ranks)])
+    positions = _integers(gpu, k.input_positions, k.wide, count).copy()
+    records = gpu.array(k.argmax, (count, k.ranks), "i8").copy().view("i4").reshape(count, k.ranks, 2)
+    tokens = greedy.most_likely_of_ranks(
+        [(records[:, rank, 1], records[:, rank, 0].view("f4")) for rank in range(k.ranks)]
+    )
     for row, slot in enumerate(slots.tolist()):
         if slot >= 0:
-            _set_next(gpu, k, slot, int(found[row]), int(held[row]))
+            _set_next(gpu, k, slot, int(tokens[row]), int(positions[row]))
 
 
 def words(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
@@ -380,7 +382,7 @@ def all_reduce(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
     kind = NUMBERS[k.kind]
     state = gpu.array(k.state, (4,), "u4")
     mine = gpu.bytes(k.values, k.units * 16).reshape(-1, 16)
-    others = [item for item in range(k.WORLD) if item != k.rank]
+    other_ranks = [item for item in range(k.WORLD) if item != k.rank]
     launch = int(state[0]) + 1
     part = -(-k.units // k.WORLD)
     if k.shots == 1:
@@ -389,22 +391,24 @@ def all_reduce(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
         state[3] = k.units
         return
     parts = [slice(min(k.units, rank * part), min(k.units, (rank + 1) * part)) for rank in range(k.WORLD)]
-    own = parts[k.rank]
+    own_part = parts[k.rank]
     if (k.rank, launch) not in gpu.sums:
         tables = [
             gpu.array(address, (k.WORLD, 128), "u8") for address in gpu.array(k.peers, (4, k.WORLD), "u8")[2].tolist()
         ]
-        for other in others:
+        for other in other_ranks:
             sent = mine[parts[other]]
             _place(gpu, k, other, k.rank, launch, len(sent))[:] = sent
             tables[other][k.rank, 0] = k.values
         _exchange(gpu, k, 0, launch)
         _empty(gpu, k, launch)
-        place = lambda sender: _place(gpu, k, k.rank, sender, launch, own.stop - own.start)
-        _accumulate(mine[own], [mine[own] if rank == k.rank else place(rank) for rank in range(k.WORLD)], kind)
-        for other in others:
+        place = lambda sender: _place(gpu, k, k.rank, sender, launch, own_part.stop - own_part.start)
+        _accumulate(
+            mine[own_part], [mine[own_part] if rank == k.rank else place(rank) for rank in range(k.WORLD)], kind
+        )
+        for other in other_ranks:
             there = int(tables[k.rank][other, 0])
-            gpu.bytes(there, k.units * 16).reshape(-1, 16)[own] = mine[own]
+            gpu.bytes(there, k.units * 16).reshape(-1, 16)[own_part] = mine[own_part]
         gpu.sums.add((k.rank, launch))
     _exchange(gpu, k, 1, launch)
     gpu.sums.discard((k.rank, launch))
@@ -447,10 +451,10 @@ def _weight(gpu: Gpu, k: SimpleNamespace, bits: int) -> np.ndarray:
     return (groups * scales[..., None]).reshape(k.out_features, k.in_features)
 
 
-def gemv(gpu: Gpu, blocks: int, k: SimpleNamespace, bits: int, outputs: int, most: int) -> None:
+def gemv(gpu: Gpu, blocks: int, k: SimpleNamespace, bits: int, outputs: int, max_rows: int) -> None:
     """What small_weights.cu says."""
     columns = 128 // bits
-    if blocks != -(-k.out_features // outputs) or not 1 <= k.rows <= most:
+    if blocks != -(-k.out_features // outputs) or not 1 <= k.rows <= max_rows:
         raise Fault(f"gemv: {blocks} blocks for {k.rows} rows of {k.out_features} outputs")
     if k.in_features % columns or k.group_size % columns or k.weight % 16 or k.x % 16:
         raise Fault(f"gemv: rows of {k.in_features} numbers in groups of {k.group_size}, {bits} bits")
@@ -458,9 +462,9 @@ def gemv(gpu: Gpu, blocks: int, k: SimpleNamespace, bits: int, outputs: int, mos
     _store(gpu, k, x @ _weight(gpu, k, bits).astype(np.float16).astype(np.float32).T / 256)
 
 
-def few_rows(gpu: Gpu, blocks: int, k: SimpleNamespace, most: int) -> None:
+def few_rows(gpu: Gpu, blocks: int, k: SimpleNamespace, max_rows: int) -> None:
     """What few_rows.cu says. In float64, as the library is: what is rounded does not depend on the order."""
-    if blocks != -(-k.out_features // 32) * -(-k.rows // most) or k.shared != 4 * (32 + most) * 256 * 2:
+    if blocks != -(-k.out_features // 32) * -(-k.rows // max_rows) or k.shared != 4 * (32 + max_rows) * 256 * 2:
         raise Fault(f"few_rows: {blocks} blocks with {k.shared} bytes for {k.rows} rows of {k.out_features} outputs")
     if k.in_features % 8 or k.weight % 16 or k.x % 16:
         raise Fault(f"few_rows: rows of {k.in_features} numbers")
@@ -555,9 +559,9 @@ def _of_expert(gpu: Gpu, k: SimpleNamespace, kind: str, bits: int, expert: int) 
     return dequantize_weight(data, scales.astype(np.float32) / 256, k.group_size).astype(np.float64).T
 
 
-def few_rows_fp8(gpu: Gpu, blocks: int, k: SimpleNamespace, most: int) -> None:
+def few_rows_fp8(gpu: Gpu, blocks: int, k: SimpleNamespace, max_rows: int) -> None:
     """What fp8_products.cu says, in float64."""
-    if blocks != -(-k.out_features // 32) or not 1 <= k.rows <= most or k.shared != 4 * (32 + most) * 512:
+    if blocks != -(-k.out_features // 32) or not 1 <= k.rows <= max_rows or k.shared != 4 * (32 + max_rows) * 512:
         raise Fault(
             f"few_rows_fp8: {blocks} blocks with {k.shared} bytes for {k.rows} rows of {k.out_features} outputs"
         )
@@ -583,8 +587,8 @@ def wgmma_fp8(gpu: Gpu, blocks: int, k: SimpleNamespace, pair: int, split: int) 
         )
     if k.loaded < min(k.rows, 64):
         raise Fault(f"wgmma_fp8: {k.loaded} of {k.rows} rows brought")
-    for (_, width, height, *box), rows, least in ((k.weight, 128 // pair, k.out_features), (k.x, k.loaded, k.rows)):
-        if width != k.in_features or height < least or box[:2] != [128, rows]:
+    for (_, width, height, *box), rows, limit in ((k.weight, 128 // pair, k.out_features), (k.x, k.loaded, k.rows)):
+        if width != k.in_features or height < limit or box[:2] != [128, rows]:
             raise Fault(f"wgmma_fp8: boxes {box[:2]} of {[height, width]}")
     x, weight = (
         gpu.array(map_[0], (rows, k.in_features), E4M3).astype(np.float64)
@@ -594,11 +598,11 @@ def wgmma_fp8(gpu: Gpu, blocks: int, k: SimpleNamespace, pair: int, split: int) 
     _store(gpu, k, x @ weight.T * scales)
 
 
-def _store(gpu: Gpu, k: SimpleNamespace, found: np.ndarray) -> None:
+def _store(gpu: Gpu, k: SimpleNamespace, result: np.ndarray) -> None:
     """Round [rows, out_features], into up to three outputs."""
     ends = [0, k.first_end, k.second_end, k.out_features]
     for low, high, out in zip(ends, ends[1:], (k.first_out, k.second_out, k.third_out)):
-        gpu.array(out, (k.rows, high - low), NUMBERS[k.KIND])[:] = found[:, low:high].astype(NUMBERS[k.KIND])
+        gpu.array(out, (k.rows, high - low), NUMBERS[k.KIND])[:] = result[:, low:high].astype(NUMBERS[k.KIND])
 
 
 def dequantize(gpu: Gpu, blocks: int, k: SimpleNamespace, bits: int) -> None:
@@ -621,7 +625,7 @@ def state_mixer(gpu: Gpu, blocks: int, k: SimpleNamespace, name: str) -> None:
         sizes = {"query": keys, "key": keys, "value": columns, "decay": k.VALUE_HEADS}
         width = columns
         sizes |= {"beta": k.VALUE_HEADS} if k.BETA else {}
-    shapes = {each: (1, size) for each, size in sizes.items()} | {"past_state": (1, *state)}
+    shapes = {name: (1, size) for name, size in sizes.items()} | {"past_state": (1, *state)}
     element = NUMBERS[k.KIND]
     spec = StateKernelSpec.of_sizes(shapes, "fake")
     if spec.kernel != name or blocks % spec.blocks:
@@ -637,11 +641,11 @@ def state_mixer(gpu: Gpu, blocks: int, k: SimpleNamespace, name: str) -> None:
         held = place[None] * 1 if position else np.zeros((1, *state), np.float32)
         out = gpu.array(k.out, (high, width), element)
         for token in range(low, high):
-            given = {
-                each: gpu.array(getattr(k, each), (high, size), element)[token : token + 1]
-                for each, size in sizes.items()
+            inputs = {
+                name: gpu.array(getattr(k, name), (high, size), element)[token : token + 1]
+                for name, size in sizes.items()
             }
-            (out[token],), held = spec.advance(given, held)
+            (out[token],), held = spec.advance(inputs, held)
         place[:] = held[0]
 
 
@@ -665,13 +669,13 @@ KERNELS: dict[str, Callable] = {
 for _unit in (2, 16):
     KERNELS[f"write_cache_{_unit}"] = lambda gpu, tokens, k, unit=_unit: write_cache(gpu, tokens, k, unit)
 for _name in re.findall(r"^GEMV\((\w+)", (files("lockstep_gpu.kernels") / "small_weights.cu").read_text(), re.M):
-    _bits, _outputs, _, _most = map(int, _name.split("_")[1:])
-    KERNELS[_name] = functools.partial(gemv, bits=_bits, outputs=_outputs, most=_most)
+    _bits, _outputs, _, _max_rows = map(int, _name.split("_")[1:])
+    KERNELS[_name] = functools.partial(gemv, bits=_bits, outputs=_outputs, max_rows=_max_rows)
 _text = (files("lockstep_gpu.kernels") / "few_rows.cu").read_text()
-for _name, _most in re.findall(r"^FEW_ROWS\((\w+), (\d+)", _text, re.M):
-    KERNELS[_name] = functools.partial(few_rows, most=int(_most))
-for _most in (8, 16):
-    KERNELS[f"few_rows_fp8_{_most}"] = functools.partial(few_rows_fp8, most=_most)
+for _name, _max_rows in re.findall(r"^FEW_ROWS\((\w+), (\d+)", _text, re.M):
+    KERNELS[_name] = functools.partial(few_rows, max_rows=int(_max_rows))
+for _max_rows in (8, 16):
+    KERNELS[f"few_rows_fp8_{_max_rows}"] = functools.partial(few_rows_fp8, max_rows=_max_rows)
 for _pair in (1, 2):
     for _split in (1, 2, 4):
         KERNELS[f"wgmma_fp8_{_pair}_{_split}"] = functools.partial(wgmma_fp8, pair=_pair, split=_split)

@@ -143,7 +143,7 @@ class Context:
         if self.engine.get_tensor_mode(name) == MODES.INPUT:
             return self.shapes.get(name, self.engine.get_tensor_shape(name))
         dims = lambda tensor: self.engine.values[tensor].type.tensor_type.shape.dim
-        sizes = {dim.dim_param: size for given, shape in self.shapes.items() for dim, size in zip(dims(given), shape)}
+        sizes = {dim.dim_param: size for name, shape in self.shapes.items() for dim, size in zip(dims(name), shape)}
         return tuple(sizes.get(dim.dim_param, -1) if dim.dim_param else dim.dim_value for dim in dims(name))
 
     def get_tensor_address(self, name):
@@ -158,7 +158,7 @@ class Context:
             self.shapes[name] = tuple(shape)
             self.ready = False
         low, _, high = self.engine.get_tensor_profile_shape(name, self.active_optimization_profile)
-        return all(least <= size <= most for least, size, most in zip(low, shape, high, strict=True))
+        return all(minimum <= size <= maximum for minimum, size, maximum in zip(low, shape, high, strict=True))
 
     def set_tensor_address(self, name, address):
         self.addresses[name] = address
@@ -196,15 +196,15 @@ class Context:
                 )
                 places.append((addresses[value.name], addresses[value.name] + array.nbytes))
                 feeds[value.name] = array.astype(np.int64) if array.dtype in (np.int32, np.int64) else array
-            for value, found in zip(engine.session.get_outputs(), engine.session.run(None, feeds)):
+            for value, result in zip(engine.session.get_outputs(), engine.session.run(None, feeds)):
                 if allocator is None:
                     to = addresses[value.name]
                 else:
-                    to = allocator.reallocate_output(value.name, 0, found.nbytes, 256)
-                    allocator.notify_shape(value.name, found.shape)
-                if any(low < to + found.nbytes and to < high for low, high in places):
+                    to = allocator.reallocate_output(value.name, 0, result.nbytes, 256)
+                    allocator.notify_shape(value.name, result.shape)
+                if any(low < to + result.nbytes and to < high for low, high in places):
                     raise Fault(f"output {value.name} lies on an input")
-                gpu.array(to, found.shape, dtype(value.name))[:] = found
+                gpu.array(to, result.shape, dtype(value.name))[:] = result
 
         gpu.launch(stream, engine.home, run)
         if allocator is not None:  # the host is told of the outputs

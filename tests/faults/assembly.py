@@ -11,10 +11,10 @@ Assembly = dict[str, Any]
 
 
 @change
-def swap(assembly: Assembly, layer: int, part: str, one: str, other: str) -> None:
+def swap(assembly: Assembly, layer: int, part: str, part_a: str, other: str) -> None:
     """Bind two slots of a part ("block" or "exit") of a layer to each other's tensors."""
     slots = assembly["layers"][layer][part]["slots"]
-    first, second = (next(name for name in slots if text in name) for text in (one, other))
+    first, second = (next(name for name in slots if text in name) for text in (part_a, other))
     slots[first], slots[second] = slots[second], slots[first]
 
 
@@ -70,8 +70,8 @@ def embedding_is_head(assembly: Assembly) -> None:
 @change
 def exchanged(assembly: Assembly, kind: str, name: str, *classes: str) -> None:
     """Give each rank the other's part of what is named so. kind: "weights" or "values"."""
-    for each in classes:
-        shards = assembly["tensor_parallel"]["classes"][each][kind]
+    for class_name in classes:
+        shards = assembly["tensor_parallel"]["classes"][class_name][kind]
         shards[next(shard for shard in shards if name in shard)]["ranges"].reverse()
 
 

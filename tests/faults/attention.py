@@ -134,27 +134,27 @@ def first_token_hidden(edit: Edit) -> None:
 
 
 @change
-def past_is(edit: Edit, seen: Callable[[Edit, Value, Value], Value], filled_too: bool = False) -> None:
+def past_is(edit: Edit, mask: Callable[[Edit, Value, Value], Value], filled_too: bool = False) -> None:
     """See the rows of the cache that `seen(edit, rows, lengths)` has; filled_too: and that are filled."""
     node = filled(edit)
     rows, lengths = node.input
     edit.replace(
         node.output[0],
-        lambda value: edit.both(value, seen(edit, rows, lengths)) if filled_too else seen(edit, rows, lengths),
+        lambda value: edit.both(value, mask(edit, rows, lengths)) if filled_too else mask(edit, rows, lengths),
     )
 
 
-def of_past(seen: Callable[[Edit, Value, Value], Value]) -> Callable[[Edit], None]:
+def of_past(mask: Callable[[Edit, Value, Value], Value]) -> Callable[[Edit], None]:
     """Of the filled rows of the cache, see those that `seen` has."""
-    return past_is(seen, True)
+    return past_is(mask, True)
 
 
 def rows_below(limit: int) -> Callable[[Edit], None]:
     return of_past(lambda edit, rows, lengths: edit.op("Less", rows, limit))
 
 
-def all_but_last_of_capacity(few: int) -> Callable[[Edit], None]:
-    return of_past(lambda edit, rows, lengths: edit.op("Less", rows, edit.op("Sub", edit.size("past_key", 2), few)))
+def all_but_last_of_capacity(count: int) -> Callable[[Edit], None]:
+    return of_past(lambda edit, rows, lengths: edit.op("Less", rows, edit.op("Sub", edit.size("past_key", 2), count)))
 
 
 def last_of_past_dropped() -> Callable[[Edit], None]:
@@ -165,8 +165,8 @@ def chunk_alone(edit: Edit) -> None:
     """Past rows are hidden by position, from the chunk's second token on."""
     first = edit.op("Gather", "position_ids", edit.ints(0), axis=0)
     within = edit.op("Add", edit.op("Sub", edit.column("position_ids"), first), 1)
-    own = edit.op("Less", distance(edit), within)
-    hide(edit, edit.op("Or", own, edit.op("Equal", edit.column("position_ids"), first)))
+    in_chunk = edit.op("Less", distance(edit), within)
+    hide(edit, edit.op("Or", in_chunk, edit.op("Equal", edit.column("position_ids"), first)))
 
 
 def windows(edit: Edit) -> list[tuple[NodeProto, int]]:
@@ -183,9 +183,9 @@ def window_by(edit: Edit, step: int) -> None:
 
 def window_removed(edit: Edit) -> None:
     for node, _ in windows(edit):
-        both = edit.reader(node.output[0], "And")
-        rest = next(name for name in both.input if name != node.output[0])
-        edit.replace(both.output[0], lambda value, rest=rest: rest)
+        reader = edit.reader(node.output[0], "And")
+        condition = next(name for name in reader.input if name != node.output[0])
+        edit.replace(reader.output[0], lambda value, value_of_condition=condition: value_of_condition)
 
 
 @change

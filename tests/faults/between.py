@@ -32,7 +32,7 @@ def is_edge(size: int) -> bool:
 def faults(seed: int) -> tuple[Fault, ...]:
     """Return faults of each class, at places that `seed` draws."""
     draw = random.Random(seed)
-    size = lambda most: draw.choice([size for size in range(2, most) if not is_edge(size)])
+    size = lambda limit: draw.choice([size for size in range(2, limit) if not is_edge(size)])
     fault = partial(Fault, backends=HOST)
     of_size = "compare"
     times = f"times {_FACTOR}"
@@ -93,8 +93,8 @@ def larger(row: int) -> Change:
     )
 
 
-def clipped(most: float) -> Change:
-    return lambda edit, value: edit.op("Max", edit.op("Min", value, edit.like(value, most)), edit.like(value, -most))
+def clipped(limit: float) -> Change:
+    return lambda edit, value: edit.op("Max", edit.op("Min", value, edit.like(value, limit)), edit.like(value, -limit))
 
 
 FAULTS = faults(0)

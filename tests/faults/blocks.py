@@ -137,14 +137,14 @@ def fp16_sums(edit: Edit, block: int) -> None:
     """Accumulate each product in pieces of `block`, in fp16: each piece and each sum is rounded."""
     widths = {value.name: value.type.tensor_type.shape.dim for value in edit.graph.input}
     for node in list(edit.nodes("Gemm")):
-        left, right = node.input[:2]
+        x, right = node.input[:2]
         width = widths[right][1].dim_value
 
-        def summed(value: Value, left: Value = left, right: Value = right, width: int = width) -> Value:
+        def summed(value: Value, left_value: Value = x, right: Value = right, width: int = width) -> Value:
             total = None
             for low in range(0, width, block):
                 place = edit.ints(low), edit.ints(min(low + block, width)), edit.ints(1)
-                piece = edit.op("Gemm", *(edit.op("Slice", name, *place) for name in (left, right)), transB=1)
+                piece = edit.op("Gemm", *(edit.op("Slice", name, *place) for name in (left_value, right)), transB=1)
                 piece = edit.rounded(piece)
                 total = piece if total is None else edit.rounded(edit.op("Add", total, piece))
             return total

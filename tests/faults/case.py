@@ -77,8 +77,8 @@ class Case:
 
     def options(self) -> dict[str, Any]:
         """For the build: backends whose engines are made for sizes get the limits."""
-        known = get_backend(self.setting.backend).default_options()
-        return {**{name: value for name, value in self.model.limits.items() if name in known}, **self.setting.options}
+        names = get_backend(self.setting.backend).default_options()
+        return {**{name: value for name, value in self.model.limits.items() if name in names}, **self.setting.options}
 
     def message(self, gate: Callable[[], Any]) -> str | None:
         """Return what a gate says, in one line without folders; None where it passes."""
@@ -228,8 +228,8 @@ def try_engines(case: Case) -> list[dict[str, Any]]:
     shutil.copytree(case.right_engines.parent, engines.parent)
     build = lambda: build_engines(case.assembly, case.setting.backend, engines, case.options())
     if (message := case.message(build)) is not None:
-        seen = {"largest_logit_difference": None, "scenario": None, "harmful": False}
-        return [{"where": "graph", "refused": True, **seen, "gates": {"build": message}}]
+        result = {"largest_logit_difference": None, "scenario": None, "harmful": False}
+        return [{"where": "graph", "refused": True, **result, "gates": {"build": message}}]
     built = read_json(engines, formats.ENGINES)
     if _digests(engines) == _digests(case.right_engines):
         return []

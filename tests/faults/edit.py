@@ -61,10 +61,10 @@ class Edit:
 
     def slot(self, text: str) -> Value:
         """Return the weight input whose name holds `text`."""
-        found = next((value.name for value in self.graph.input if text in value.name), None)
-        if found is None:
+        name = next((value.name for value in self.graph.input if text in value.name), None)
+        if name is None:
             raise ValueError(f"graph {self.graph.name}: expected a slot {text}, found none")
-        return found
+        return name
 
     def product(self, text: str) -> NodeProto:
         """Return the Gemm that reads the slot whose name holds `text`."""
@@ -120,7 +120,7 @@ class Edit:
         return self.op("Range", 0, self.size(value), 1)
 
     def both(self, *conditions: Value) -> Value:
-        return functools.reduce(lambda one, other: self.op("And", one, other), conditions)
+        return functools.reduce(lambda left_operand, other: self.op("And", left_operand, other), conditions)
 
     def before(self, rows: Value) -> Value:
         """Return the row before each row; the first stays."""
@@ -151,7 +151,7 @@ class Edit:
         """`value` with the rows for which `condition` [rows] holds replaced."""
         other = instead if isinstance(instead, str) else self.like(value, instead)
         # Quantised weights, which are inputs, are [rows, blocks, bytes]; what is computed has two dimensions.
-        dims = next((len(each.type.tensor_type.shape.dim) for each in self.graph.input if each.name == value), 2)
+        dims = next((len(io.type.tensor_type.shape.dim) for io in self.graph.input if io.name == value), 2)
         return self.op("Where", self.op("Unsqueeze", condition, self.ints(*range(1, dims))), other, value)
 
     # What is changed
@@ -175,11 +175,11 @@ class Edit:
             producer = self.producer(value)
             producer.output[:] = [right if name == value else name for name in producer.output]
             self._types[right] = self._types[value]
-        made = make(right)
+        replacement = make(right)
         for node in chosen:
-            node.input[:] = [made if name == value else name for name in node.input]
+            node.input[:] = [replacement if name == value else name for name in node.input]
         if is_output:
-            self.graph.node.append(helper.make_node("Identity", [made], [value], name=f"fault_{value}"))
+            self.graph.node.append(helper.make_node("Identity", [replacement], [value], name=f"fault_{value}"))
 
     def give(self, output: Value, instead: Value) -> None:
         """Give another value as an output. What reads it in the graph reads the right one still."""
@@ -205,15 +205,19 @@ class Edit:
 
     def _sort(self) -> None:
         waiting = list(self.graph.node)
-        known = {"", *(value.name for value in self.graph.input), *(tensor.name for tensor in self.graph.initializer)}
+        available = {
+            "",
+            *(value.name for value in self.graph.input),
+            *(tensor.name for tensor in self.graph.initializer),
+        }
         ordered: list[NodeProto] = []
         while waiting:
-            ready = next((node for node in waiting if known.issuperset(node.input)), None)
+            ready = next((node for node in waiting if available.issuperset(node.input)), None)
             if ready is None:
                 raise ValueError(f"graph {self.graph.name}: node {waiting[0].name} reads what nothing makes, or itself")
             waiting.remove(ready)
             ordered.append(ready)
-            known.update(ready.output)
+            available.update(ready.output)
         copies = [NodeProto.FromString(node.SerializeToString()) for node in ordered]
         del self.graph.node[:]
         self.graph.node.extend(copies)

@@ -32,12 +32,12 @@ class Requests:
 
     def step(self, *advances: tuple[int, int]) -> np.ndarray:
         """Advance (slot, tokens) of each; the logits."""
-        taken = []
+        taken_advances = []
         for slot, count in advances:
             start = self._held[slot]
-            taken.append(Advance(slot, self.sequences[self._of[slot]][start : start + count], start))
+            taken_advances.append(Advance(slot, self.sequences[self._of[slot]][start : start + count], start))
             self._held[slot] = start + count
-        return self.model.step(taken)
+        return self.model.step(taken_advances)
 
     def decode(self, slots: Sequence[int], steps: int = 1) -> Iterator[np.ndarray]:
         """Advance each slot by a token, in each of some steps."""
@@ -88,15 +88,17 @@ def from_nothing(requests: Requests) -> Iterator[np.ndarray]:
 
 def pieces(requests: Requests) -> Iterator[np.ndarray]:
     """Bring prompts of many lengths, each in one piece and two tokens after it, with every token of the vocabulary."""
-    most = requests.most
-    lengths = {length + off for length in (*_AROUND, most - 1) for off in (-1, 0, 1) if 1 <= length + off <= most}
+    max_length = requests.most
+    lengths = {
+        length + off for length in (*_AROUND, max_length - 1) for off in (-1, 0, 1) if 1 <= length + off <= max_length
+    }
     for number, length in enumerate(sorted(lengths)):
         requests.new(1, number)
         yield requests.step((1, length))
         yield from requests.decode([1], min(2, requests.left(1)))
     for number in range(len(requests.sequences)):
         requests.new(0, number)
-        yield requests.step((0, most))
+        yield requests.step((0, max_length))
 
 
 def chunks(requests: Requests, sizes: Sequence[int]) -> Iterator[np.ndarray]:
@@ -110,8 +112,8 @@ def chunks(requests: Requests, sizes: Sequence[int]) -> Iterator[np.ndarray]:
 def batch(requests: Requests) -> Iterator[np.ndarray]:
     """Bring prompts of different lengths together, and decode them together until none has room."""
     yield requests.step(*[(slot, 3 + 31 * slot) for slot in requests.slots])
-    while rest := [slot for slot in requests.slots if requests.left(slot)]:
-        yield from requests.decode(rest)
+    while slots := [slot for slot in requests.slots if requests.left(slot)]:
+        yield from requests.decode(slots)
 
 
 def together(requests: Requests, count: int) -> Iterator[np.ndarray]:
@@ -137,8 +139,8 @@ def full(requests: Requests) -> Iterator[np.ndarray]:
     slots = requests.slots
     model = requests.model
     room = model.max_num_tokens or model.max_seq_len * len(slots)
-    each = min(room // len(slots), model.max_seq_len - 1)
-    yield requests.step(*[(slot, each) for slot in slots])
+    length = min(room // len(slots), model.max_seq_len - 1)
+    yield requests.step(*[(slot, length) for slot in slots])
     yield from requests.decode(slots)
 
 
@@ -163,11 +165,11 @@ SCENARIOS: Mapping[str, Scenario] = {
 def adapters(requests: Requests) -> Iterator[np.ndarray]:
     """Fill all adapter slots, and bring requests with each of them together with requests with none."""
     model = requests.model
-    known = requests.model.adapters.loaded
-    real = sorted(known)
+    loaded = requests.model.adapters.loaded
+    real = sorted(loaded)
     names = [f"{real[slot % len(real)]} as {slot}" for slot in range(model.adapters.residency.max_adapters)]
     for slot, name in enumerate(names):
-        adapter = known[real[slot % len(real)]]
+        adapter = loaded[real[slot % len(real)]]
         model.adapters.add(replace(adapter, name=name, scale=adapter.scale * (1 + slot / 2)))  # each another one
     for number, name in enumerate(names):
         following = names[(number + 1) % len(names)]
@@ -193,9 +195,9 @@ def step_of(count: int) -> Scenario:
     """Bring `count` tokens in one step, of as few requests as hold them, and decode them."""
 
     def scenario(requests: Requests) -> Iterator[np.ndarray]:
-        most = requests.model.max_seq_len - 2
-        slots = range(-(-count // most))
-        yield requests.step(*[(slot, min(most, count - slot * most)) for slot in slots])
+        max_length = requests.model.max_seq_len - 2
+        slots = range(-(-count // max_length))
+        yield requests.step(*[(slot, min(max_length, count - slot * max_length)) for slot in slots])
         yield from requests.decode(slots, 2)
 
     return scenario

@@ -139,12 +139,12 @@ def make(name: str, precision: str, work: Path) -> None:
     checkpoint = results.checkpoint(name)
     assembly = results.assembly(name, precision)
     weights = results.weights(name, precision)
-    asked: dict[str, Any] = {"group_size": GROUP_SIZE} if quantized else {}
+    options: dict[str, Any] = {"group_size": GROUP_SIZE} if quantized else {}
     if model.tensor_parallel > 1:
-        asked["tensor_parallel"] = model.tensor_parallel
+        options["tensor_parallel"] = model.tensor_parallel
     if model.adapters:
-        asked["adapters"] = {"max_adapters": MAX_ADAPTERS, "max_lora_rank": MAX_LORA_RANK, "targets": None}
-    lockstep.export_graphs(checkpoint, precision, assembly, **asked)
+        options["adapters"] = {"max_adapters": MAX_ADAPTERS, "max_lora_rank": MAX_LORA_RANK, "targets": None}
+    lockstep.export_graphs(checkpoint, precision, assembly, **options)
     lockstep.convert_weights(checkpoint, precision, weights, assembly)
     if quantized:
         reference = results.quantized_reference(name, precision, model.layers)

@@ -76,9 +76,9 @@ def halves_swapped(edit: Edit) -> None:
 
 def interleaved(edit: Edit) -> None:
     """Take the frequencies of interleaved pairs for pairs of halves."""
-    both = edit.reader(angles(edit).output[0], "Concat")
+    reader = edit.reader(angles(edit).output[0], "Concat")
     count = 2 * edit.constant_of(angles(edit))[1].size
-    edit.replace(both.output[0], lambda value: edit.op("Gather", value, edit.const(np.arange(count) // 2), axis=1))
+    edit.replace(reader.output[0], lambda value: edit.op("Gather", value, edit.const(np.arange(count) // 2), axis=1))
 
 
 def angles_in_fp16(edit: Edit) -> None:

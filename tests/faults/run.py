@@ -132,8 +132,8 @@ def run(
     options: of the build. work: a scratch folder.
     loosen: that many times the default tolerances for the gates. checkpoint: of Llama's kind.
     """
-    here = set(backends) <= set(HOST)
-    if not here and len(backends) > 1:
+    on_host = set(backends) <= set(HOST)
+    if not on_host and len(backends) > 1:
         raise InputError(f"faults: expected {', '.join(HOST)}, or another backend alone, found {', '.join(backends)}")
     places = plantings(faults, backends, precisions, draw, checkpoint is not None)
     report = partial(_report, backends=backends, precisions={place.precision for place in places}, draw=draw)
@@ -151,23 +151,25 @@ def run(
             for backend in backends
         }
         validated: dict[Planting, str | None] = {}
-        with _workers(jobs) as each:
-            for _ in each(start, [(name, Path(scratch), checkpoint) for name in sorted({it.model for it in waiting})]):
+        with _workers(jobs) as run_all:
+            for _ in run_all(
+                start, [(name, Path(scratch), checkpoint) for name in sorted({it.model for it in waiting})]
+            ):
                 pass
             for (name, precision), group in groupby(waiting, key=lambda place: place[:2]):
                 planted = list(group)
                 make(name, precision, Path(scratch))
                 users = sorted({place.backend for place in planted})
-                for _ in each(_prepare, [(settings[backend], name, precision, here) for backend in users]):
+                for _ in run_all(_prepare, [(settings[backend], name, precision, on_host) for backend in users]):
                     pass
-                for place, tried in each(_try, [(settings[place.backend], place, here) for place in planted]):
-                    if not here:
+                for place, tried in run_all(_try, [(settings[place.backend], place, on_host) for place in planted]):
+                    if not on_host:
                         validated[place] = tried[0]["validate"]
                         continue
                     rows[place] = tried
                     if progress is not None:
                         progress(report(rows))
-        if not here:
+        if not on_host:
             try:
                 _elsewhere(settings[backends[0]], list(validated))
             finally:  # what it came to, even where it is ended
@@ -239,24 +241,24 @@ def _share(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
-def _prepare(setting: Setting, name: str, precision: str, here: bool) -> None:
+def _prepare(setting: Setting, name: str, precision: str, on_host: bool) -> None:
     """Hold a model without faults to the gates. Raises CheckError where one refuses it."""
     case = Case(setting, name, precision)
     with case.cleared():
         message = case.validate()
     if message is not None:
         raise CheckError(f"{case.target} without a fault: expected validate to pass, found: {message}")
-    if here:
+    if on_host:
         prepare(case)
 
 
-def _try(setting: Setting, place: Planting, here: bool) -> tuple[Planting, list[dict[str, Any]]]:
+def _try(setting: Setting, place: Planting, on_host: bool) -> tuple[Planting, list[dict[str, Any]]]:
     """Plant a fault and send it through the gates: validate alone where engines are built and run elsewhere.
 
     No row for a fault of what a checkpoint has not, such as its own head.
     """
     case = Case(setting, place.model, place.precision, place.fault)
-    if not here:
+    if not on_host:
         plant(case)
         return place, [{"validate": _validated(case)}]
     with case.cleared():

@@ -122,8 +122,8 @@ def row_before_where_alone(right):
 
 def row_3_not_written(right):
     def write_each(self, group, capacity, rows, starts, key, value):
-        kept = rows != 3
-        right(self, group, capacity, rows[kept], starts[kept], key[:, kept], value[:, kept])
+        is_written = rows != 3
+        right(self, group, capacity, rows[is_written], starts[is_written], key[:, is_written], value[:, is_written])
 
     return write_each
 
@@ -139,9 +139,9 @@ def rows_swapped(right):
 def last_layer_not_written(right):
     def write_each(self, group, capacity, *what):
         arrays = self.rows[capacity]
-        kept = arrays.keys[group][-1].copy(), arrays.values[group][-1].copy()
+        saved = arrays.keys[group][-1].copy(), arrays.values[group][-1].copy()
         right(self, group, capacity, *what)
-        arrays.keys[group][-1], arrays.values[group][-1] = kept
+        arrays.keys[group][-1], arrays.values[group][-1] = saved
 
     return write_each
 
@@ -168,10 +168,10 @@ def first_wrong_draft_accepted(right):
 
 
 def rejected_tokens_stay(right):
-    def call(self, given, attention):
-        position = given["position_ids"][0]
+    def call(self, rows, attention):
+        position = rows["position_ids"][0]
         before = [cached[position].copy() for cached in self._cached]
-        right(self, given, attention)
+        right(self, rows, attention)
         for cached, stale in zip(self._cached, before):
             if stale.any():
                 cached[position] = stale
@@ -197,8 +197,8 @@ def noise_of_the_last(right):
 def drafted(requests: Requests) -> Iterator[np.ndarray]:
     """Answers with drafts, of which each third token is wrong: logits along given tokens, and tokens that are drawn."""
     model = requests.model
-    given = iter(requests.sequences[1].tolist())
-    forced = Request(requests.sequences[0][:20], 60, lambda logits: next(given))
+    following = iter(requests.sequences[1].tolist())
+    forced = Request(requests.sequences[0][:20], 60, lambda logits: next(following))
     drawn = Request(requests.sequences[2][:20], 60, sampling=Sampling(4.0, seed=1))
     answers = {(0, 0): requests.sequences[1][:60].tolist()}
     answers[1, 0] = [output.token for output in Engine(model, prefix_caching=False).run([drawn])]
@@ -324,9 +324,9 @@ def past_short(right):
 # Sums over ranks
 
 
-def sums(made: Callable[[list[np.ndarray]], np.ndarray]) -> Change:
+def sums(combine: Callable[[list[np.ndarray]], np.ndarray]) -> Change:
     def all_reduce(partials: list[np.ndarray], total: np.ndarray) -> None:
-        np.copyto(total, made(partials), casting="same_kind")
+        np.copyto(total, combine(partials), casting="same_kind")
 
     return instead(ranks, "_all_reduce", lambda right: all_reduce)
 

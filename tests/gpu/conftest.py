@@ -73,12 +73,12 @@ def demo_bf16(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 @pytest.fixture(scope="session")
 def demo_of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return made("2", tmp_path_factory, more=RANKS)
+    return made("2", tmp_path_factory, extra=RANKS)
 
 
 @pytest.fixture(scope="session")
 def demo_with_adapters(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return made("adapters", tmp_path_factory, more=ADAPTERS)
+    return made("adapters", tmp_path_factory, extra=ADAPTERS)
 
 
 @pytest.fixture(scope="session")
@@ -92,9 +92,9 @@ def family_results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, s
 
     @functools.cache
     def results_of(family: str, precision: str) -> Results:
-        given = os.environ.get("LOCKSTEP_DEMOS")
+        demos = os.environ.get("LOCKSTEP_DEMOS")
         name = family if precision == "fp16" else f"{family}-{precision}"
-        folder = Path(given) / name if given else tmp_path_factory.mktemp(name)
+        folder = Path(demos) / name if demos else tmp_path_factory.mktemp(name)
         if not (folder / "results").exists():
             folder.mkdir(parents=True, exist_ok=True)
             _run(str(ROOT / "tests/unit/built_family.py"), str(folder), family, precision)
@@ -110,18 +110,18 @@ def _run(*arguments: str) -> None:
 
 
 def made(
-    name: str, tmp_path_factory: pytest.TempPathFactory, precisions: tuple[str, ...] = ("fp32", "fp16"), more: str = ""
+    name: str, tmp_path_factory: pytest.TempPathFactory, precisions: tuple[str, ...] = ("fp32", "fp16"), extra: str = ""
 ) -> Results:
     """Checkpoint, weights and graphs of the demo. more: of the config, for the model."""
-    given = os.environ.get("LOCKSTEP_DEMOS")
-    folder = Path(given) / name if given else tmp_path_factory.mktemp("demo")
+    demos = os.environ.get("LOCKSTEP_DEMOS")
+    folder = Path(demos) / name if demos else tmp_path_factory.mktemp("demo")
     results = Results(folder / "results")
     if results.weights("demo-llama", precisions[-1]).is_file():  # which are made last
         return results
     folder.mkdir(parents=True, exist_ok=True)
     backend = "cuda" if precisions == ("bf16",) else "onnxruntime"  # which has no bf16
-    (folder / "config.yaml").write_text(CONFIG.format(precisions=", ".join(precisions), backend=backend) + more)
-    adapters = ["adapters"] if more == ADAPTERS else []
+    (folder / "config.yaml").write_text(CONFIG.format(precisions=", ".join(precisions), backend=backend) + extra)
+    adapters = ["adapters"] if extra == ADAPTERS else []
     # Which weights are quantised the export decides: their conversion is after it.
     checkpoint = ["resolve", "architecture", *adapters]
     for precision in precisions:

@@ -40,14 +40,14 @@ def models(backend, precision, options, demo_with_adapters, tmp_path_factory):
 
 def test_logits_are_those_of_peft(models):
     _, model, precision, *_ = models
-    known = np.load(PEFT)
+    reference = np.load(PEFT)
     for slot, name in enumerate(NAMES[1:]):
         model.set_adapter(slot, name)
-    found = model.step([Advance(slot, known["ids"], 0) for slot in range(3)])
+    logits = model.step([Advance(slot, reference["ids"], 0) for slot in range(3)])
     for slot in range(3):
         model.release(slot)
-    for row, name in zip(found, (*NAMES[1:], None)):
-        assert np.abs(row - known[name or "none"][-1]).max() < TOLERANCE[precision]
+    for row, name in zip(logits, (*NAMES[1:], None)):
+        assert np.abs(row - reference[name or "none"][-1]).max() < TOLERANCE[precision]
 
 
 def test_tokens_of_several_adapters_in_one_batch_are_those_of_onnx_runtime(models):

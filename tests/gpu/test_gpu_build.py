@@ -49,9 +49,9 @@ def build(graph, tactics="free", **changes):
 
 
 def test_an_engine_is_built_and_small(graph):
-    said = build(graph)
+    output = build(graph)
     assert 0 < (graph.parent / "block.engine").stat().st_size < 1_000_000
-    assert said["tactics"] == {"mode": "free"} and len(said["tactics_sha256"]) == 64 and said["note"] is None
+    assert output["tactics"] == {"mode": "free"} and len(output["tactics_sha256"]) == 64 and output["note"] is None
 
 
 @pytest.mark.parametrize("rows", [1, 3, 64])  # one for each profile

@@ -21,21 +21,21 @@ OF_CODES = 2.0
 
 @pytest.mark.parametrize("backend", ["cuda"], indirect=True)
 def test_logits_of_an_fp8_cache(demo, tmp_path, backend):
-    given = demo.assembly("demo-llama", "fp16")
+    assembly_path = demo.assembly("demo-llama", "fp16")
     tensors = demo.weights("demo-llama", "fp16")
-    shutil.copytree(given.parent, tmp_path / "graphs")
-    assembly = tmp_path / "graphs" / given.name
-    replace(Assembly.load(given), kv_cache_dtype="fp8").save(assembly)
-    engines = backends.build(given, backend, tmp_path / "engines" / "engines.json", LIMITS)
-    plain, model = (Model.open(engines, path, tensors, **LIMITS) for path in (given, assembly))
+    shutil.copytree(assembly_path.parent, tmp_path / "graphs")
+    assembly = tmp_path / "graphs" / assembly_path.name
+    replace(Assembly.load(assembly_path), kv_cache_dtype="fp8").save(assembly)
+    engines = backends.build(assembly_path, backend, tmp_path / "engines" / "engines.json", LIMITS)
+    plain, model = (Model.open(engines, path, tensors, **LIMITS) for path in (assembly_path, assembly))
     tokens = np.random.default_rng(0).integers(0, 768, 150)
     total = 150
 
     def logits(of: Model, slot: int, *cuts: int) -> np.ndarray:
         places = [0, *cuts, total]
         for low, high in zip(places, places[1:]):
-            found = of.step([Advance(slot, tokens[low:high], low)])
-        return found[0]
+            logits_now = of.step([Advance(slot, tokens[low:high], low)])
+        return logits_now[0]
 
     full = logits(model, 0)
     for slot, cuts in enumerate([(64,), (63, 64, 65), (7, 140), tuple(range(100, total))], start=1):

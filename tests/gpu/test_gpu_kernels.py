@@ -66,7 +66,7 @@ def test_queries_and_keys_get_rope_and_are_cached_in_pages(query_dtype, wide):
 
     device = OnDevice()
     random = np.random.default_rng(0)
-    own, other = (random.standard_normal((POSITIONS, DIM), np.float32) for _ in range(2))
+    first_weight, other = (random.standard_normal((POSITIONS, DIM), np.float32) for _ in range(2))
     partner = np.array([*range(4, 8), *range(4), *range(8, 16)], np.int32)
     query, key = (
         random.standard_normal((len(AT), heads, DIM), np.float32).astype(np.float16).astype(query_dtype)
@@ -81,13 +81,13 @@ def test_queries_and_keys_get_rope_and_are_cached_in_pages(query_dtype, wide):
         device.stream,
         PagedTokens(
             *(device.up(query), device.up(key), device.up(value), keys, values),
-            DeviceRopeTables(device.up(own), device.up(other), device.up(partner)),
+            DeviceRopeTables(device.up(first_weight), device.up(other), device.up(partner)),
             *(device.up(ROWS), positions, device.up(PAGES)),
         ),
         out,
     )
     with_rope = [
-        x.astype(np.float32) * own[AT, None] + x[:, :, partner].astype(np.float32) * other[AT, None]
+        x.astype(np.float32) * first_weight[AT, None] + x[:, :, partner].astype(np.float32) * other[AT, None]
         for x in (query, key)
     ]
     # Computed in fp32, and rounded to fp16 once, a little behind where NumPy does: one unit in the last place.
@@ -159,15 +159,15 @@ class Rows:
         if not self.spec.separate_rope:
             return x * self.own[positions][:, None] + x[..., self.partner] * self.other[positions][:, None]
         first, second = self.partner[int(is_key)]
-        own, other = (table[positions][:, int(is_key), None] for table in (self.own, self.other))
-        return x[..., first] * own + x[..., second] * other
+        first_weight, other = (table[positions][:, int(is_key), None] for table in (self.own, self.other))
+        return x[..., first] * first_weight + x[..., second] * other
 
     def caches(self, lengths: list[int]) -> list[np.ndarray]:
         """Keys and values before the new tokens."""
-        held = np.zeros((len(self.full[0]), PAGE), bool)
+        is_cached = np.zeros((len(self.full[0]), PAGE), bool)
         for pages, length in zip(self.table, lengths):
-            held[pages] |= (np.arange(self.pages_per_row * PAGE) < length - 1).reshape(-1, PAGE)
-        caches = [np.where(held[:, None, :, None], cache, np.array(np.nan, cache.dtype)) for cache in self.full]
+            is_cached[pages] |= (np.arange(self.pages_per_row * PAGE) < length - 1).reshape(-1, PAGE)
+        caches = [np.where(is_cached[:, None, :, None], cache, np.array(np.nan, cache.dtype)) for cache in self.full]
         return [pages_of(cache) for cache in caches] if self.spec.fp8 else caches
 
     def expected(
@@ -272,30 +272,30 @@ def test_rows_that_decode_get_rope_and_are_cached_and_attended_to(monkeypatch, s
     device = OnDevice()
     spec = AttentionKernelSpec(**spec)
     count = len(lengths[0])
-    made = Rows(spec, count, -(-max(lengths[0]) // PAGE))
+    paged = Rows(spec, count, -(-max(lengths[0]) // PAGE))
     kernel = DecodeAttention(spec)
     rope = RopeKernel(spec)
     scratch = Scratch([spec], count)
-    tables = DeviceRopeTables(*(device.up(array) for array in (made.own, made.other, made.partner)))
-    query, key, value = (device.up(array) for array in (made.query, made.key, made.value))
-    caches, rope_caches = ([device.up(cache) for cache in made.caches(lengths[0])] for _ in range(2))
+    tables = DeviceRopeTables(*(device.up(array) for array in (paged.own, paged.other, paged.partner)))
+    query, key, value = (device.up(array) for array in (paged.query, paged.key, paged.value))
+    caches, rope_caches = ([device.up(cache) for cache in paged.caches(lengths[0])] for _ in range(2))
     (keys, values), (rope_keys, rope_values) = caches, rope_caches
     rows = device.up(np.zeros(count, np.int32))
     positions = device.up(np.zeros(count, np.int64 if spec.wide else np.int32))
-    table = device.up(made.table)
+    table = device.up(paged.table)
     query_out = device.up(np.zeros((count, spec.heads, spec.head_dim), numbers(spec.dtype)))
     outs = [device.up(np.zeros((count, spec.heads, spec.value_dim), numbers(spec.dtype))) for _ in range(2)]
-    outs.append(device.up(np.zeros_like(made.value, shape=(count, spec.heads, spec.value_dim))))
+    outs.append(device.up(np.zeros_like(paged.value, shape=(count, spec.heads, spec.value_dim))))
     by_row = DecodeAttention(spec, by_row=True)
     with device.stream.capture() as graph:
         for out in outs[:2]:
             tokens = PagedTokens(query, key, value, keys, values, tables, rows, positions, table)
-            kernel.launch(device.stream, tokens, out, made.SCALE, scratch)
-    for held in lengths:
-        before = made.caches(held)
+            kernel.launch(device.stream, tokens, out, paged.SCALE, scratch)
+    for row_lengths in lengths:
+        before = paged.caches(row_lengths)
         host = (
-            np.where(np.array(held) > 0, np.arange(count), -1).astype(np.int32),
-            np.maximum(0, np.array(held) - 1).astype(positions.dtype),
+            np.where(np.array(row_lengths) > 0, np.arange(count), -1).astype(np.int32),
+            np.maximum(0, np.array(row_lengths) - 1).astype(positions.dtype),
         )
         for array, query_dtype in (
             (rows, host[0]),
@@ -312,10 +312,10 @@ def test_rows_that_decode_get_rope_and_are_cached_and_attended_to(monkeypatch, s
         for cache, exact in zip(caches, after):
             assert np.array_equal(device.down(cache).view(np.uint16), exact.view(np.uint16))
         tokens = PagedTokens(query, key, value, keys, values, tables, rows, positions, table)
-        by_row.launch(device.stream, tokens, outs[2], made.SCALE, scratch)
+        by_row.launch(device.stream, tokens, outs[2], paged.SCALE, scratch)
         assert np.array_equal(device.down(outs[2]).view(np.uint16), device.down(outs[0]).view(np.uint16))
         numbers_of = [heads_of(cache) for cache in after] if spec.fp8 else after
-        expected, allowed = made.expected(held, device.down(query_out), numbers_of)
+        expected, allowed = paged.expected(row_lengths, device.down(query_out), numbers_of)
         for out in outs:  # the second launch in a row finds the scratch that the first has left
             error = np.abs(device.down(out).astype(np.float64) - expected)
             assert (error <= allowed).all(), f"{np.nanmax(error - allowed)} more than allowed"
@@ -345,13 +345,13 @@ def test_the_first_of_the_largest_logits_is_the_next_token(wide, dtype, size):
     logits[8, 1] = np.inf
     logits[9, -1] = np.nan
     slots = np.array([3, -1, 0, 11, 4, 7, -1, 2, 10, 9], np.int32)
-    held = np.array([5, 0, 9999, 3000, 41, 7, 0, 9998, 0, 8000])
+    positions = np.array([5, 0, 9999, 3000, 41, 7, 0, 9998, 0, 8000])
     limit = 10000
     before = {"found": np.arange(12), "tokens": np.arange(100, 112), "positions": np.arange(12) * 500}
     logits = logits.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     integer = np.int64 if wide else np.int32
     on_device = [device.up(array.astype(np.int32 if name == "found" else integer)) for name, array in before.items()]
-    row_logits, row_slots, lengths = (device.up(array) for array in (logits, slots, held.astype(integer)))
+    row_logits, row_slots, lengths = (device.up(array) for array in (logits, slots, positions.astype(integer)))
     inputs = lengths, lengths, device.up(np.zeros(12, SAMPLING)), LogitsTables(12, logits.shape[1]).arrays
     Kernels(wide).advance(device.stream, row_logits, row_slots, lengths, limit, *inputs, *on_device)
     best = np.where(np.isfinite(logits.astype(np.float32).max(axis=1)), logits.astype(np.float32).argmax(axis=1), -1)
@@ -359,7 +359,7 @@ def test_the_first_of_the_largest_logits_is_the_next_token(wide, dtype, size):
         if slot >= 0:
             before["found"][slot] = best[row]
             before["tokens"][slot] = max(best[row], 0)
-            before["positions"][slot] = (held[row] + 1) % limit
+            before["positions"][slot] = (positions[row] + 1) % limit
     for array, expected in zip(on_device, before.values()):
         assert device.down(array).tolist() == expected.tolist()
 
@@ -385,18 +385,18 @@ def test_what_ranks_tell_of_their_logits_is_what_one_rank_finds(wide, dtype, ran
     logits = logits.astype(numbers(dtype))
     integer = np.int64 if wide else np.int32
     slots = np.array([8, 0, 1, 2, 3, 4, 5, -1, 6], np.int32)
-    held = (np.arange(9) % 7).astype(integer)
+    positions_held = (np.arange(9) % 7).astype(integer)
     limit = 7
-    told = np.zeros((9, ranks, 2), np.float32)
-    row_slots, lengths = (device.up(array) for array in (slots, held))
+    records = np.zeros((9, ranks, 2), np.float32)
+    row_slots, lengths = (device.up(array) for array in (slots, positions_held))
     for rank in range(ranks):
         part = device.up(np.ascontiguousarray(logits[:, rank * columns : (rank + 1) * columns]))
-        own = device.up(np.zeros((9, 2), np.float32))
-        kernels.largest(device.stream, part, rank * columns, row_slots, own)
-        told[:, rank] = device.down(own)
+        record = device.up(np.zeros((9, 2), np.float32))
+        kernels.largest(device.stream, part, rank * columns, row_slots, record)
+        records[:, rank] = device.down(record)
     outs = [[device.up(np.full(9, 77, kind)) for kind in (np.int32, integer, integer)] for _ in range(2)]
-    stream, (found, tokens, positions) = device.stream, outs[0]
-    kernels.choose(stream, device.up(told.reshape(9, -1)), row_slots, lengths, limit, found, tokens, positions)
+    stream, (argmaxes, tokens, positions) = device.stream, outs[0]
+    kernels.choose(stream, device.up(records.reshape(9, -1)), row_slots, lengths, limit, argmaxes, tokens, positions)
     inputs = lengths, lengths, device.up(np.zeros(9, SAMPLING)), LogitsTables(9, logits.shape[1]).arrays
     kernels.advance(stream, device.up(logits), row_slots, lengths, limit, *inputs, *outs[1])
     first, second = ([device.down(array).tolist() for array in out] for out in outs)
@@ -419,9 +419,9 @@ class Drawing:
         self.limit = int(positions.max()) + 1
         self._kernels, zeros = Kernels(False), np.zeros(self.count, np.int32)
         slots = np.arange(self.count, dtype=np.int32)
-        held = (positions - 1).astype(np.int32)
+        input_positions = (positions - 1).astype(np.int32)
         self._logits, self._slots, self._held = (
-            self.device.up(array) for array in (logits.astype(numbers(dtype)), slots, held)
+            self.device.up(array) for array in (logits.astype(numbers(dtype)), slots, input_positions)
         )
         self._samplings, self._found, self._tokens, self._positions = (
             self.device.up(array) for array in (records, zeros, zeros, zeros)
@@ -446,9 +446,9 @@ def test_drawn_tokens_are_those_of_the_definition(dtype, case):
     logits, samplings, choices, positions = rows_of(case, 16)
     rounded = logits.astype(numbers(dtype)).astype(np.float32)
     drawing = Drawing(rounded, dtype, record(samplings, choices), positions)
-    found = drawing.found()
-    check_draws(found, rounded, samplings, choices, positions)
-    assert all(np.array_equal(drawing.found(), found) for _ in range(2))
+    tokens = drawing.found()
+    check_draws(tokens, rounded, samplings, choices, positions)
+    assert all(np.array_equal(drawing.found(), tokens) for _ in range(2))
 
 
 def test_rows_that_do_not_sample_or_are_not_finite_stand_beside_those_that_do():
@@ -458,8 +458,8 @@ def test_rows_that_do_not_sample_or_are_not_finite_stand_beside_those_that_do():
     logits[3, 2] = np.inf
     logits[4] = -np.inf
     samplings = [Sampling(), Sampling(), Sampling(1.0), Sampling(1.0, top_p=0.5), Sampling(1.0), Sampling(1.0, top_k=1)]
-    found = Drawing(logits, "float32", record(samplings, [0] * 6), np.arange(1, 7)).found()
-    assert found.tolist() == [int(logits[0].argmax()), 3, -1, -1, -1, int(logits[5].argmax())]
+    tokens = Drawing(logits, "float32", record(samplings, [0] * 6), np.arange(1, 7)).found()
+    assert tokens.tolist() == [int(logits[0].argmax()), 3, -1, -1, -1, int(logits[5].argmax())]
 
 
 def test_bits_of_the_noise_are_numpys():
@@ -578,12 +578,12 @@ def test_products_of_few_columns_have_the_same_bits_for_any_number_of_rows(sizes
     weight, x = (np.resize(item, (300, columns)) for item in trial_factors(columns, numbers(dtype)))
     results = [device.up(np.zeros((len(x), size), numbers(dtype))) for size in outs]
     multiply = Gemm(device.stream, numbers(dtype)).bind(device.up(weight[: sum(outs)]), device.up(x), results)
-    found = []
+    products = []
     for rows in (1, 9, 17, 33, 40, 62, 100, 128, 129, 300):
         multiply(rows)
-        found.append(np.concatenate([device.down(result) for result in results], axis=1)[:rows])
-    for part in found:
-        np.testing.assert_array_equal(part, found[-1][: len(part)], err_msg=f"{len(part)} rows")
+        products.append(np.concatenate([device.down(result) for result in results], axis=1)[:rows])
+    for part in products:
+        np.testing.assert_array_equal(part, products[-1][: len(part)], err_msg=f"{len(part)} rows")
 
 
 def test_processed_logits_are_the_hosts_to_the_bit_and_tokens_are_counted_once():
@@ -607,12 +607,12 @@ def test_processed_logits_are_the_hosts_to_the_bit_and_tokens_are_counted_once()
                 records["changes"][slot] |= MASKED
                 tables.set_masks(slot, masks)
         tables.send(device.stream)
-        logits, held, inputs, samplings = (
+        logits, positions, inputs, samplings = (
             device.up(array)
             for array in (step.logits, (step.positions - 1).astype(np.int32), step.inputs.astype(np.int32), records)
         )
         for _ in range(2):
-            arguments = logits, rows, held, 10000, inputs, rows, samplings, tables.arrays
+            arguments = logits, rows, positions, 10000, inputs, rows, samplings, tables.arrays
             Kernels(False).advance(device.stream, *arguments, *outs)
         changed = records["changes"] > 0
         np.testing.assert_array_equal(device.down(tables.processed)[changed], step.processed[changed])

@@ -33,9 +33,9 @@ def test_products_of_e4m3_for_any_number_of_rows(sizes, in_features):
     multiply = Fp8Gemm(device.stream, np.dtype(np.float16)).bind(
         device.up(weight.view(np.uint8)), device.up(scales), device.up(np.zeros((ROWS, in_features), "f2")), outs, codes
     )
-    each = np.outer(steps, scales)
-    expected = (x.astype(np.float64) @ weight.astype(np.float64).T) * each
-    magnitudes = np.abs(x.astype(np.float32)) @ np.abs(weight.astype(np.float32)).T * each
+    scale = np.outer(steps, scales)
+    expected = (x.astype(np.float64) @ weight.astype(np.float64).T) * scale
+    magnitudes = np.abs(x.astype(np.float32)) @ np.abs(weight.astype(np.float32)).T * scale
     # what comes out is rounded to fp16, and the tensor cores keep 13 bits after the largest of what they add
     allowed = 2.0**-11 * np.abs(expected) + 2.0**-12 * magnitudes
     for rows in (1, 9, 17, 33, 64, 65, 100, 128, 129, ROWS):

@@ -72,12 +72,12 @@ def test_products_are_those_of_numpy(dtype, bits, group, outs, columns):
     first_rows = []
     for rows in (5, 16, 33, 80):
         x = same[:rows]
-        given = up(x)
+        activations = up(x)
         actual = [cuda.empty((rows + 1, size), kind) for size in outs]
         before = np.full((rows + 1, max(outs)), 7, kind)
         for array, size in zip(actual, outs):
             stream.upload(array, np.ascontiguousarray(before[:, :size]))
-        products.bind(weight, given, actual)(rows)
+        products.bind(weight, activations, actual)(rows)
         expected = multiply(product, {"x": x, **dict(zip(product.slots, host))}).astype(np.float32)
         start = 0
         largest = np.abs(expected).max()
@@ -106,8 +106,8 @@ def test_logits_are_those_of_onnx_runtime(quantized_demo, tmp_path, backend, pre
     random = np.random.default_rng(0)
 
     def step(advances: list[Advance]) -> list[int]:
-        expected, found = (model.step(advances) for model in pair)
-        np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE[precision])
+        expected, actual = (model.step(advances) for model in pair)
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE[precision])
         return expected.argmax(axis=1).tolist()
 
     tokens = step([Advance(0, random.integers(0, 768, 40), 0)])

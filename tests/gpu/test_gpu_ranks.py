@@ -105,13 +105,13 @@ def test_parts_are_put_side_by_side(rows: int, columns: int) -> None:
         wholes.append((array, cuda.zeros((rows, 2 * columns), "f2")))
         exchange.device.stream.upload(array, part)
     for _ in range(3):
-        for exchange, (part, whole) in zip(exchanges, wholes):
+        for exchange, (part, gathered) in zip(exchanges, wholes):
             exchange.device.use()
-            exchange.gather(part, whole)
-    for exchange, (_, whole) in zip(exchanges, wholes):
+            exchange.gather(part, gathered)
+    for exchange, (_, gathered) in zip(exchanges, wholes):
         exchange.device.use()
-        actual = np.empty(whole.shape, "f2")
-        exchange.device.stream.download(actual, whole)
+        actual = np.empty(gathered.shape, "f2")
+        exchange.device.stream.download(actual, gathered)
         exchange.device.stream.synchronize()
         assert np.array_equal(actual, np.concatenate(parts, axis=1))
 
@@ -128,7 +128,7 @@ def test_a_rank_that_does_not_come_is_named_and_holds_nobody(
         pytest.skip(f"{devices} GPUs")
     monkeypatch.setattr(all_reduce, "TIMEOUT_S", 2)
     monkeypatch.setattr(all_reduce, "ONE_SHOT_NBYTES", 0)
-    first, *others = all_reduce.connect([Device.get(rank) for rank in range(world)], 8192, 16)
+    first, *other_ranks = all_reduce.connect([Device.get(rank) for rank in range(world)], 8192, 16)
     first.device.use()
     array = cuda.zeros((4096,), "f2")
     for _ in range(3):
@@ -136,7 +136,7 @@ def test_a_rank_that_does_not_come_is_named_and_holds_nobody(
     first.device.stream.synchronize()
     with pytest.raises(CheckError, match="expected rank [12] .* at a sum, found that rank 0 waited 2 s for it"):
         first.check()
-    for other in others:
+    for other in other_ranks:
         other.check()
 
 
@@ -151,13 +151,13 @@ def test_tokens_of_two_ranks_are_those_of_onnx_runtime(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("LOCKSTEP_CHECK_RANKS", "1")
-    whole, split = (results.assembly("demo-llama", precision) for results in (demo, demo_of_two_ranks))
+    single, split = (results.assembly("demo-llama", precision) for results in (demo, demo_of_two_ranks))
     weights = demo.weights("demo-llama", precision)
     built = {
-        "reference": (backends.build(whole, "onnxruntime", tmp_path / "onnxruntime" / "engines.json"), whole),
+        "reference": (backends.build(single, "onnxruntime", tmp_path / "onnxruntime" / "engines.json"), single),
         "ranks": (backends.build(split, backend, tmp_path / backend / "engines.json", options), split),
     }
-    tokenizer = Tokenizer.open(whole)
+    tokenizer = Tokenizer.open(single)
     prompts = [tokenizer.encode(text) for text in PROMPTS]
     reference, model = (Model.open(engines, assembly, weights) for engines, assembly in built.values())
     expected = decode(reference, prompts)
@@ -167,8 +167,8 @@ def test_tokens_of_two_ranks_are_those_of_onnx_runtime(
     executor: Any = model.executor
     assert {"sum", "gather", "attention", "gaps"} < set(breakdown(executor, len(prompts)))
     # What the ranks tell of their parts of the logits is what the whole logits say, gathered after the same step.
-    for more in (False, True):
-        tokens = model.step_tokens([Advance(slot, prompt, 0) for slot, prompt in enumerate(prompts)], more)
+    for mixed in (False, True):
+        tokens = model.step_tokens([Advance(slot, prompt, 0) for slot, prompt in enumerate(prompts)], mixed)
         for _ in range(3):
             advances = [Advance(slot, tokens[slot : slot + 1], model.length(slot)) for slot in range(len(prompts))]
             tokens, logits = model.step_with_logits(advances, range(len(prompts)))

@@ -107,5 +107,5 @@ def test_drafts_change_no_bit(demo, demo_bf16, tmp_path, backend, precision):
         assert speculation.num_drafts and bool(sum(speculation.accepted)) is (wrong_each > 1)
     assert sum(speculation.accepted) == speculation.num_draft_tokens
     cut = Speculative(4, "a cut", str(engines), str(assembly), str(weights), 1)
-    for asked in (Speculative(4), cut):
-        assert answers(model, requests, open_speculation(model, asked)) == plain
+    for speculative in (Speculative(4), cut):
+        assert answers(model, requests, open_speculation(model, speculative)) == plain

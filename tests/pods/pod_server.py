@@ -150,8 +150,8 @@ class PodServer:
         if kind == "secrets":
             return (200, {}) if self.secrets.pop(name, None) is not None else self._not_found(name)
         if kind == "pods" and name is None:
-            wanted = query["labelSelector"][0].removeprefix("job-name=")
-            return 200, {"items": [pod.as_json() for job, pod in self.pods.items() if job == wanted]}
+            job_name = query["labelSelector"][0].removeprefix("job-name=")
+            return 200, {"items": [pod.as_json() for job, pod in self.pods.items() if job == job_name]}
         pod = self.pods.get(name.removesuffix("-pod"))
         if pod is None:
             return self._not_found(name)
@@ -197,7 +197,7 @@ class PodServer:
             if claim is not None:
                 assert str(self.claims[claim]) == mount["mountPath"], "nothing is mounted here"
                 claims[claim] = mount["mountPath"]
-        given = {
+        container_state = {
             entry["name"]: self.secrets[entry["valueFrom"]["secretKeyRef"]["name"]][
                 entry["valueFrom"]["secretKeyRef"]["key"]
             ]
@@ -206,7 +206,7 @@ class PodServer:
         log = Path(empty, "log")
         with log.open("wb") as file:
             process = subprocess.Popen(
-                [*container["command"], *container["args"]], cwd=empty, env={**self.image, **given},
+                [*container["command"], *container["args"]], cwd=empty, env={**self.image, **container_state},
                 stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         return Pod(job, process, log, claims)

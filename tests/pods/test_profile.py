@@ -33,8 +33,8 @@ class Cluster:
         profile.write_text(text.replace("lockstep:/lockstep", f"lockstep:{self.claim}"))
         self.folder = folder
         packages = os.pathsep.join((str(self.checkout.folder / "src"), PACKAGES))
-        kept = {name: value for name, value in os.environ.items() if name in ("PATH", "TMPDIR", "LANG")}
-        self.image = {**kept, "PYTHONPATH": packages, "PYTHONDONTWRITEBYTECODE": "1"}
+        environment = {name: value for name, value in os.environ.items() if name in ("PATH", "TMPDIR", "LANG")}
+        self.image = {**environment, "PYTHONPATH": packages, "PYTHONDONTWRITEBYTECODE": "1"}
         (folder / "home").mkdir()
         self.server = PodServer(folder / "node", {"lockstep": self.claim}, {**self.image, "HOME": str(folder / "node")})
 
@@ -72,9 +72,9 @@ def container(job: Any) -> Any:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
-    with made.server:
-        yield made
+    one_cluster = Cluster(tmp_path)
+    with one_cluster.server:
+        yield one_cluster
 
 
 def test_a_run_ends_as_one_without_a_cluster(cluster: Cluster) -> None:
@@ -88,9 +88,9 @@ def test_a_run_ends_as_one_without_a_cluster(cluster: Cluster) -> None:
 
     alone = Checkout.make(cluster.folder / "alone", {"LOCKSTEP_CACHE": str(cluster.claim / "cache")})
     alone.edit_config(smallest)
-    said = alone.snakemake("--cores", "2")
+    result = alone.snakemake("--cores", "2")
     logs = "".join(path.read_text() for path in alone.results.glob("logs/**/*.log"))
-    assert logs.count("is taken from") == 4, said.stderr  # convert, export, build, reference
+    assert logs.count("is taken from") == 4, result.stderr  # convert, export, build, reference
     digests = alone.digests()
     assert {name: digest for name, digest in cluster.checkout.digests().items() if name in digests} == digests
 
@@ -101,9 +101,9 @@ def test_each_pod_asks_for_what_its_job_takes(cluster: Cluster) -> None:
     assert ran.returncode == 0, failure(ran)
     resources = dict(zip(cluster.rules(), [container(job)["resources"] for job in cluster.server.made]))
     assert resources["build"]["limits"]["nvidia.com/gpu"] == resources["build"]["requests"]["nvidia.com/gpu"] == "0"
-    for asked in resources.values():
-        assert asked["limits"]["memory"] == asked["requests"]["memory"]
-        assert int(asked["limits"]["cpu"].removesuffix("m")) <= 8000
+    for request in resources.values():
+        assert request["limits"]["memory"] == request["requests"]["memory"]
+        assert int(request["limits"]["cpu"].removesuffix("m")) <= 8000
 
 
 def test_the_line_of_a_job_that_failed_reaches_the_user(cluster: Cluster) -> None:

@@ -87,8 +87,8 @@ def _fill(results: Results, target: Target, fails: bool) -> None:
         prompts[0] = replace(prompts[0], text_out=" a hilly town by", differences=(difference,), tokens_equal=False)
     report = golden(target, *prompts, max_logit_error=2.5e-2, logit_noise=4.6e-2)
     if fails:
-        found = replace(report, result=FAIL, failure="prompt 'San Francisco is', step 1: expected token 12, found 99")
-        found.save(failed_path(results.golden(*names)))
+        failed = replace(report, result=FAIL, failure="prompt 'San Francisco is', step 1: expected token 12, found 99")
+        failed.save(failed_path(results.golden(*names)))
     else:
         _stated(results.golden(*names), report)
         speed(target, 2326.0 / len(target.backend), 708.0 / len(target.precision)).save(results.speed(*names))

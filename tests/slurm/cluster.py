@@ -155,10 +155,10 @@ class Cluster:
         self.run("scontrol", "update", f"nodename={node}", f"state={state}", "reason=test")
 
     def _start(self, program: str, *arguments: object) -> None:
-        found = shutil.which(program, path=SEARCH)
-        assert found, f"{program} is not installed"
+        program_path = shutil.which(program, path=SEARCH)
+        assert program_path, f"{program} is not installed"
         # They end with this process, also where it is killed.
-        command = ["setpriv", "--pdeathsig", "TERM", found, *map(str, arguments)]
+        command = ["setpriv", "--pdeathsig", "TERM", program_path, *map(str, arguments)]
         with (self.folder / f"{program}.out").open("ab") as output:
             process = subprocess.Popen(
                 command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,

@@ -36,8 +36,8 @@ def test_the_demo_runs_through_the_profile(cluster: Cluster, fresh: Checkout, lo
     second = Checkout.make(tmp_path / "second", {**fresh.variables, "PYTHONPATH": path_of(fresh, tmp_path / "second")})
     second.take_whole_demo()
     finish(second, "--config", cache, "--", GOLDEN)
-    taken = [log for log in second.results.rglob("*.log") if "is taken from" in log.read_text()]
-    assert {log.relative_to(second.results / "logs").parts[0] for log in taken} == {"export", "build", "reference"}
+    logs = [log for log in second.results.rglob("*.log") if "is taken from" in log.read_text()]
+    assert {log.relative_to(second.results / "logs").parts[0] for log in logs} == {"export", "build", "reference"}
     check_made(second, local)
 
 
@@ -123,8 +123,8 @@ def test_a_mistake_found_by_a_job_is_one_line_and_exit_code_1(cluster: Cluster, 
     with started(fresh, "--retries", "0", "--", GOLDEN) as run:
         pass
     assert run.returncode == 1, run.output
-    said = {line.strip() for line in run.output.splitlines() if line.strip().startswith("lockstep: error")}
-    assert len(said) == 1 and "tokenizer.json" in said.pop(), run.output
+    lines = {line.strip() for line in run.output.splitlines() if line.strip().startswith("lockstep: error")}
+    assert len(lines) == 1 and "tokenizer.json" in lines.pop(), run.output
     assert "Traceback" not in run.output
 
 
@@ -185,10 +185,10 @@ def running(cluster: Cluster, rule: str) -> str:
 
 def check_made(checkout: Checkout, local: Checkout, target: str = GOLDEN) -> None:
     """What was made is what a machine without Slurm makes, to the byte, and nothing else was left."""
-    made = checkout.digests()
+    digests = checkout.digests()
     expected = local.digests()
-    assert target.removeprefix("results/") in made
-    assert made == {name: digest for name, digest in expected.items() if name in made}
+    assert target.removeprefix("results/") in digests
+    assert digests == {name: digest for name, digest in expected.items() if name in digests}
     assert not [path for path in checkout.results.rglob("*") if path.name.endswith(".tmp")]
     assert not checkout.would_run(target)
     checkout.call("lockstep", "verify")

@@ -24,9 +24,9 @@ YES = np.array([[True]])
 def tensors(values: dict[str, np.ndarray]) -> list[Any]:
     results = []
     for name, value in values.items():
-        each = grpcclient.InferInput(name, value.shape, np_to_triton_dtype(value.dtype))
-        each.set_data_from_numpy(value)
-        results.append(each)
+        tensor = grpcclient.InferInput(name, value.shape, np_to_triton_dtype(value.dtype))
+        tensor.set_data_from_numpy(value)
+        results.append(tensor)
     return results
 
 
@@ -56,12 +56,12 @@ class Streamed:
 
 
 def ids(results: list[Any]) -> list[int]:
-    found = []
+    token_ids = []
     for result in results:
         tokens = result.as_numpy("output_ids")
         if tokens is not None:
-            found += tokens[0][0][: result.as_numpy("sequence_length")[0][0]].tolist()
-    return found
+            token_ids += tokens[0][0][: result.as_numpy("sequence_length")[0][0]].tolist()
+    return token_ids
 
 
 def texts(results: list[Any]) -> str:
@@ -71,10 +71,14 @@ def texts(results: list[Any]) -> str:
 
 def core(client: Any, num_tokens: int, **options: np.ndarray) -> dict[str, np.ndarray]:
     """Inputs of tensorrt_llm, made by preprocessing."""
-    given = {"QUERY": TEXT["text_input"], "REQUEST_OUTPUT_LEN": np.array([[num_tokens]], np.int32)}
-    made = client.infer("preprocessing", tensors(given))
+    query = {"QUERY": TEXT["text_input"], "REQUEST_OUTPUT_LEN": np.array([[num_tokens]], np.int32)}
+    preprocessed = client.infer("preprocessing", tensors(query))
     names = {"INPUT_ID": "input_ids", "REQUEST_INPUT_LEN": "input_lengths", "REQUEST_OUTPUT_LEN": "request_output_len"}
-    return {**{to: made.as_numpy(name) for name, to in names.items()}, "end_id": np.array([[-1]], np.int32), **options}
+    return {
+        **{to: preprocessed.as_numpy(name) for name, to in names.items()},
+        "end_id": np.array([[-1]], np.int32),
+        **options,
+    }
 
 
 client = grpcclient.InferenceServerClient(f"127.0.0.1:{sys.argv[1]}")

@@ -140,8 +140,8 @@ class TritonServer:
         self.process.send_signal(sent)
         code = self.process.wait(120)
         end = time.monotonic() + 180  # lockstep_watchdog.py takes 60 where a call holds the interpreter's lock
-        while left := {pid: command for pid, command in started.items() if command_of(pid) == command}:
-            assert time.monotonic() < end, f"left: {left}; {self.log[-3000:]}"
+        while alive := {pid: command for pid, command in started.items() if command_of(pid) == command}:
+            assert time.monotonic() < end, f"left: {alive}; {self.log[-3000:]}"
             time.sleep(0.1)
         return code
 
@@ -169,12 +169,12 @@ class TritonServer:
 
 def descendants(pid: int) -> dict[int, str]:
     """Commands of the processes that `pid` started, and those did."""
-    found = {}
+    children = {}
     for path in Path("/proc", str(pid), "task").glob("*/children"):
         with contextlib.suppress(OSError):
             for child in map(int, path.read_text().split()):
-                found |= {child: command_of(child), **descendants(child)}
-    return found
+                children |= {child: command_of(child), **descendants(child)}
+    return children
 
 
 def command_of(pid: int) -> str:

@@ -43,8 +43,8 @@ def triton(demo: Results, shared: Shared, tmp_path_factory: pytest.TempPathFacto
 
 
 def say(triton: TritonServer, model: str, number: int, prompt: str = "Light", **options: Any) -> str:
-    asked = {"text_input": prompt, "max_tokens": 16, "exclude_input_in_output": True, **options}
-    answer: str = triton.generate(model, **asked, lora_task_id=number)["text_output"]
+    body = {"text_input": prompt, "max_tokens": 16, "exclude_input_in_output": True, **options}
+    answer: str = triton.generate(model, **body, lora_task_id=number)["text_output"]
     return answer
 
 

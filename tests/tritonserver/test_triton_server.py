@@ -88,8 +88,8 @@ def test_curl(triton: TritonServer, model: str) -> None:
     run = subprocess.run(["curl", "-s", "-X", "POST", url, "-d", body], capture_output=True, check=True, timeout=60)
     answer = json.loads(run.stdout)
     assert answer["text_output"] == triton.generate(model, **CURL, end_id=2)["text_output"]
-    wanted = {"cum_log_probs", "model_name", "model_version", "output_log_probs", "text_output"}
-    assert wanted <= answer.keys() and answer["output_log_probs"] == [0.0] * 20
+    names = {"cum_log_probs", "model_name", "model_version", "output_log_probs", "text_output"}
+    assert names <= answer.keys() and answer["output_log_probs"] == [0.0] * 20
 
 
 def test_log_probs_and_seeds_reach_the_server(triton: TritonServer) -> None:

@@ -46,10 +46,10 @@ def write(
         return folder
     names = sorted(values)
     files = {f"model-{number + 1:05d}-of-{shards:05d}.safetensors": names[number::shards] for number in range(shards)}
-    for file, held in files.items():
-        save_file({name: values[name] for name in held}, folder / file, {"format": "pt"})
+    for file, file_tensors in files.items():
+        save_file({name: values[name] for name in file_tensors}, folder / file, {"format": "pt"})
     (folder / INDEX).write_text(
-        json.dumps({"metadata": {}, "weight_map": {name: file for file, held in files.items() for name in held}})
+        json.dumps({"metadata": {}, "weight_map": {name: file for file, tensors in files.items() for name in tensors}})
     )
     return folder
 

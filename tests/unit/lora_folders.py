@@ -53,9 +53,11 @@ def tensors(modules: Mapping[str, tuple[int, int]], rank: int, seed: int, size: 
     nothing."""
     random = np.random.default_rng(seed)
     results = {}
-    for name, (out, given) in sorted(modules.items()):
+    for name, (out, in_features) in sorted(modules.items()):
         key = f"base_model.model.{name}"
-        results[f"{key}.lora_A.weight"] = random.standard_normal((rank, given), np.float32) / np.float32(given**0.5)
+        results[f"{key}.lora_A.weight"] = random.standard_normal((rank, in_features), np.float32) / np.float32(
+            in_features**0.5
+        )
         results[f"{key}.lora_B.weight"] = random.standard_normal((out, rank), np.float32) * np.float32(size)
     return results
 
@@ -78,14 +80,14 @@ def shared_lora(demo: Results, shared: Shared) -> Results:
         for precision in ("fp32", "fp16"):
             path = results.assembly("demo-llama", precision)
             assembly = Assembly.load(path)
-            files, made = with_adapters(
+            files, adapted_assembly = with_adapters(
                 {graph.file: (path.parent / graph.file).read_bytes() for _, graph in assembly.graphs()}, assembly, ROOM
             )
             for name, data in files.items():
                 write_bytes(path.parent / name, data)
-            made.save(path)
+            adapted_assembly.save(path)
             build(path, "onnxruntime", results.engines("demo-llama", precision, "onnxruntime"))
-        write(folder / "random", 16, tensors(sizes(made), 16, seed=3))
+        write(folder / "random", 16, tensors(sizes(adapted_assembly), 16, seed=3))
         sources = {**{name: str(ADAPTERS / name) for name in NAMES}, "random": str(folder / "random")}
         resolve_adapters(
             sources, {name: Path(source) for name, source in sources.items()}, results.checkpoint("demo-llama"), 16,
@@ -97,8 +99,8 @@ def shared_lora(demo: Results, shared: Shared) -> Results:
 
 def opened(results: Results, precision: str = "fp32", **options: Any) -> Model:
     paths = (results.engines("demo-llama", precision, "onnxruntime"), results.assembly("demo-llama", precision))
-    given = {"adapters_json": results.adapters("demo-llama"), "max_batch_size": 4, **options}
-    return Model.open(*paths, results.weights("demo-llama", precision), **given)
+    all_options = {"adapters_json": results.adapters("demo-llama"), "max_batch_size": 4, **options}
+    return Model.open(*paths, results.weights("demo-llama", precision), **all_options)
 
 
 def logits_of(model: Model, requests: list[tuple[Any, str | None]], count: int = 5) -> list[np.ndarray]:
@@ -132,8 +134,8 @@ def served_lora(demo: Results, shared: Shared) -> Results:
         path = tree.assembly("demo-lora", "fp32")
         assembly = Assembly.load(path)
         files = {graph.file: (path.parent / graph.file).read_bytes() for _, graph in assembly.graphs()}
-        made, adapted = with_adapters(files, assembly, {"max_adapters": 2, "max_lora_rank": 8})
-        for name, data in made.items():
+        adapted_assembly, adapted = with_adapters(files, assembly, {"max_adapters": 2, "max_lora_rank": 8})
+        for name, data in adapted_assembly.items():
             write_bytes(path.parent / name, data)
         adapted.save(path)
         build(path, "onnxruntime", tree.engines("demo-lora", "fp32", "onnxruntime"))

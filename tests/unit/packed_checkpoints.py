@@ -81,19 +81,19 @@ def quantised(weight: np.ndarray, layout: Layout) -> tuple[np.ndarray, np.ndarra
     group = groups_of(weight.shape[1], layout)
     order = np.argsort(group, kind="stable")
     groups = weight.astype(np.float64)[:, order].reshape(len(weight), group.max() + 1, -1)
-    most = (1 << layout.bits) - 1
+    largest = (1 << layout.bits) - 1
     middle = 1 << layout.bits - 1
     if layout.zero_points:
         low = np.minimum(groups.min(-1), 0)
         high = np.maximum(groups.max(-1), 0)
-        scales = np.maximum((high - low) / most, 1e-5).astype(np.float16)
-        zeros = np.clip(np.rint(-low / scales), 0, most).astype(np.int64)
+        scales = np.maximum((high - low) / largest, 1e-5).astype(np.float16)
+        zeros = np.clip(np.rint(-low / scales), 0, largest).astype(np.int64)
     else:
         scales = np.maximum(np.abs(groups).max(-1) / (middle - 1), 1e-5).astype(np.float16)
         zeros = np.full(scales.shape, middle, np.int64)
     if layout.name == "gptq":
         zeros = np.maximum(zeros, 1)  # a zero has no place where points are stored one lower
-    integers = np.clip(np.rint(groups / scales[..., None]) + zeros[..., None], 0, most).astype(np.int64)
+    integers = np.clip(np.rint(groups / scales[..., None]) + zeros[..., None], 0, largest).astype(np.int64)
     in_place = np.empty(weight.shape, np.int64)
     in_place[:, order] = integers.reshape(weight.shape)
     return in_place, scales, zeros
@@ -109,12 +109,12 @@ def words(numbers: np.ndarray, bits: int, axis: int, order: tuple[int, ...] | No
     """Numbers packed along an axis into int32, the first in the lowest bits."""
     count = 32 // bits
     numbers = np.moveaxis(numbers, axis, 0)
-    made = np.zeros((len(numbers) // count, *numbers.shape[1:]), np.int64)
-    for word in range(len(made)):
+    packed = np.zeros((len(numbers) // count, *numbers.shape[1:]), np.int64)
+    for word in range(len(packed)):
         for place in range(count):
             number = numbers[word * count + (order[place] if order else place)]
-            made[word] |= number << (bits * place)
-    return np.moveaxis(made, 0, axis).astype(np.uint32).view(np.int32)
+            packed[word] |= number << (bits * place)
+    return np.moveaxis(packed, 0, axis).astype(np.uint32).view(np.int32)
 
 
 def tensors_of(module: str, weight: np.ndarray, layout: Layout) -> tuple[dict[str, np.ndarray], np.ndarray]:

@@ -93,11 +93,11 @@ def _merges(vocabulary: dict[str, int], order: dict[str, float]) -> list[tuple[s
     results: list[tuple[float, int, int, str, str]] = []
     for piece, rank in order.items():
         for at in range(1, len(piece)):
-            left = piece[:at]
+            prefix = piece[:at]
             right = piece[at:]
-            if left in vocabulary and right in vocabulary:
-                results.append((rank, vocabulary[left], vocabulary[right], left, right))
-    return [(left, right) for *_, left, right in sorted(results)]
+            if prefix in vocabulary and right in vocabulary:
+                results.append((rank, vocabulary[prefix], vocabulary[right], prefix, right))
+    return [(prefix, right) for *_, prefix, right in sorted(results)]
 
 
 def _pieces(data: bytes) -> Iterator[tuple[str, float, int]]:
@@ -139,5 +139,5 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
 def _byte_characters() -> list[str]:
     """Return the character that a byte-level vocabulary writes for each byte, as GPT-2 has them."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in shown else chr(next(others)) for byte in range(256)]
+    spare_codes = iter(range(256, 512))
+    return [chr(byte) if byte in shown else chr(next(spare_codes)) for byte in range(256)]

@@ -31,10 +31,10 @@ def run(
     backend: str = BACKEND,
 ) -> None:
     """`make`, recorded as the stage `name` of the demo."""
-    made = STAGES[name].job(
+    job = STAGES[name].job(
         CONFIG, results.root, {"model": MODEL, "precision": precision, "layers": 2, "backend": backend}
     )
-    stage.run(replace(made, inputs={}) if name == "export" else made, make)  # such a tree has no architecture.json
+    stage.run(replace(job, inputs={}) if name == "export" else job, make)  # such a tree has no architecture.json
 
 
 def recorded(

@@ -69,9 +69,9 @@ def blocks(*errors: float | None, noise: float = 0.1) -> tuple[BlockErrors, ...]
     return tuple(BlockErrors("middle", {"hidden": tensor(error)}, layer) for layer, error in enumerate(errors))
 
 
-def validation(target: Target, found: tuple[BlockErrors, ...] | None = None) -> ValidationReport:
+def validation(target: Target, blocks: tuple[BlockErrors, ...] | None = None) -> ValidationReport:
     of = ValidatedGraphs(target.model, target.precision, target.layers)
-    return ValidationReport(result=PASS, target=of, first_failing_layer=None, blocks=found)
+    return ValidationReport(result=PASS, target=of, first_failing_layer=None, blocks=blocks)
 
 
 def comparison(relative_error: float, digest: str = DIGEST) -> ComparisonReport:

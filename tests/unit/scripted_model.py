@@ -46,9 +46,9 @@ def write(
     vocabulary = Tokenizer.from_file(str(tokenizer)).get_vocab_size()
     positions = max(64, 2 * (max(script) + 1))
     sizes = {"vocab_size": vocabulary, "n_embd": positions, "n_positions": positions, "n_layer": 1, "n_head": 1}
-    kept = {"n_inner": 4, "tie_word_embeddings": False, "dtype": "float32", "architectures": ["GPT2LMHeadModel"]}
+    options = {"n_inner": 4, "tie_word_embeddings": False, "dtype": "float32", "architectures": ["GPT2LMHeadModel"]}
     ends = {"bos_token_id": None, "eos_token_id": None}
-    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes, **kept, **ends, **config}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes, **options, **ends, **config}))
     zeros = lambda *shape: np.zeros(shape, np.float32)
     head = zeros(vocabulary, positions)
     for position, tokens in script.items():
@@ -88,16 +88,16 @@ def results(checkpoint: Path, folder: Path, **limits: int) -> Results:
     """
     from lockstep.export import export  # loads torch
 
-    found = Results(folder)
-    resolved = resolve(str(checkpoint), checkpoint, found.checkpoint("scripted"))
-    export(resolved, "fp32", found.assembly("scripted", "fp32"))
-    convert(resolved, "fp32", found.weights("scripted", "fp32"))
-    build(found.assembly("scripted", "fp32"), "onnxruntime", found.engines("scripted", "fp32", "onnxruntime"))
+    tree = Results(folder)
+    resolved = resolve(str(checkpoint), checkpoint, tree.checkpoint("scripted"))
+    export(resolved, "fp32", tree.assembly("scripted", "fp32"))
+    convert(resolved, "fp32", tree.weights("scripted", "fp32"))
+    build(tree.assembly("scripted", "fp32"), "onnxruntime", tree.engines("scripted", "fp32", "onnxruntime"))
     positions = json.loads((checkpoint / "config.json").read_text())["n_positions"]
     limits = {"max_batch_size": 4, "max_seq_len": positions, "max_input_len": positions, **limits}
     model = CONFIG.models["demo-llama"].model_copy(update={"source": str(checkpoint), "precisions": ("fp32",)})
     config = CONFIG.model_copy(
         update={"models": {"scripted": model}, "limits": CONFIG.limits.model_copy(update=limits)}
     )
-    write_json(found.config(), config.dump())
-    return found
+    write_json(tree.config(), config.dump())
+    return tree

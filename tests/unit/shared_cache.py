@@ -58,23 +58,23 @@ def never() -> Path:
 
 def start(manifest: Path, cache: Path, *folders: Path) -> subprocess.Popen:
     """`convert` into one folder after another, in its own process."""
-    here = Path(__file__).parent
+    folder = Path(__file__).parent
     environment = {name: value for name, value in os.environ.items() if name != "LOCKSTEP_CACHE"}
-    command = [sys.executable, "-c", RUN, *map(str, (here, manifest, cache, *folders))]
+    command = [sys.executable, "-c", RUN, *map(str, (folder, manifest, cache, *folders))]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
 
 
 def run(manifest: Path, folder: Path, cache: Path) -> tuple[int, str]:
     """Exit code and stderr of a command that is `convert`, in this process."""
-    said = io.StringIO()
+    output = io.StringIO()
     code = 0
-    with contextlib.redirect_stderr(said):
+    with contextlib.redirect_stderr(output):
         try:
             with guard():
                 convert(manifest, folder, cache)
         except SystemExit as ended:
             code = ended.code
-    return code, said.getvalue()
+    return code, output.getvalue()
 
 
 def verify(cache: Cache) -> list[str]:

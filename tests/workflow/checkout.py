@@ -43,9 +43,9 @@ class Checkout:
             else:
                 folder.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(source, folder / part)
-        made = cls(folder, variables)
-        made.take_demo()
-        return made
+        checkout = cls(folder, variables)
+        checkout.take_demo()
+        return checkout
 
     def take_demo(self, *backends: str) -> None:
         """Take the demo's config, with ONNX Runtime in fp32 and `backends`.
@@ -56,17 +56,17 @@ class Checkout:
         path = self.folder / "config" / "config.yaml"
         self.take_whole_demo()
         text = path.read_text()
-        others = [name for name in ("openvino", "cuda", "tensorrt_rtx") if name not in backends]
-        own = "      openvino: [bf16, w4a16]\n", "      cuda: [fp16, w8a16]\n", "      tensorrt_rtx: [fp16, bf16]\n"
-        for line, kept in (
+        dropped = [name for name in ("openvino", "cuda", "tensorrt_rtx") if name not in backends]
+        lines = "      openvino: [bf16, w4a16]\n", "      cuda: [fp16, w8a16]\n", "      tensorrt_rtx: [fp16, bf16]\n"
+        for line, line_kept in (
             ("precisions: [fp32, fp16, w8a16]", "precisions: [fp32]"),
             ("    group_size: 16 # divides its rows, of 144, 240 and 400 numbers\n", ""),
             ("[onnxruntime, openvino, cuda, tensorrt_rtx]", f"[{', '.join(['onnxruntime', *backends])}]"),
             ("    backend_precisions:\n", "    backend_precisions:\n" if backends else ""),
-            *((line, "") for line in own if line.split(":")[0].strip() in others),
+            *((line, "") for line in lines if line.split(":")[0].strip() in dropped),
         ):
             assert text.count(line) == 1, line
-            text = text.replace(line, kept)
+            text = text.replace(line, line_kept)
         path.write_text(text)
 
     def take_whole_demo(self) -> None:
@@ -175,9 +175,9 @@ def _files(part: Path) -> dict[str, tuple[int, int]]:
     """Size and time of each file of the code, by path."""
     paths = part.rglob("*") if part.is_dir() else [part]
     return {
-        path.relative_to(part).as_posix(): (found.st_size, found.st_mtime_ns)
+        path.relative_to(part).as_posix(): (status.st_size, status.st_mtime_ns)
         for path in paths
         if path.suffix or path == part
         if path.parent.name != "__pycache__" and not path.parent.name.endswith(".egg-info")
-        for found in [path.stat()]
+        for status in [path.stat()]
     }

@@ -66,10 +66,10 @@ def devices_of(lock: dict[str, Any]) -> set[str]:
 def test_the_demo_makes_what_is_locked(demo: Checkout) -> None:
     """With ONNX Runtime in fp32; its engines only on the architecture that is in the lock."""
     demo.call("lockstep", "lock")
-    made, committed = (json.loads((folder / LOCK).read_text()) for folder in (demo.folder, REPOSITORY))
-    devices = devices_of(made) & devices_of(committed)
+    made_lock, committed = (json.loads((folder / LOCK).read_text()) for folder in (demo.folder, REPOSITORY))
+    devices = devices_of(made_lock) & devices_of(committed)
     committed = without(committed, *NOT_MADE)
-    assert results_of(made, devices) == results_of(committed, devices), "see this file's first lines"
+    assert results_of(made_lock, devices) == results_of(committed, devices), "see this file's first lines"
 
 
 @pytest.mark.parametrize(
@@ -83,15 +83,15 @@ def test_other_precisions_and_backends_are_what_is_locked(
     demo.take_whole_demo()
     folder = demo.results / "demo-llama" / precision
     target = f"demo-llama/{precision}"
-    asked = [folder / "engines" / backend / "engines.json" for backend in backends]
-    asked += [folder / "weights.json", folder / "graphs" / "assembly.json"]
+    manifests = [folder / "engines" / backend / "engines.json" for backend in backends]
+    manifests += [folder / "weights.json", folder / "graphs" / "assembly.json"]
     for stage in ("export", "convert"):
         demo.job(stage, target)
     for backend in backends:
         demo.job("build", f"{target}/all/{backend}")
     lock = Lock.load(REPOSITORY / LOCK)
-    results = [entry for path in asked for entry in entries_at(path)]
-    assert len(results) == len(asked)
+    results = [entry for path in manifests for entry in entries_at(path)]
+    assert len(results) == len(manifests)
     for entry in results:
         assert lock.entries.get(entry.where) == entry.items, entry.where
 
@@ -108,9 +108,9 @@ def test_the_whole_demo_makes_what_is_locked(demo: Checkout) -> None:
     assert not demo.would_run(*LOCKED)
     demo.call("lockstep", "verify")
     demo.call("lockstep", "lock")
-    made, committed = (json.loads((folder / LOCK).read_text()) for folder in (demo.folder, REPOSITORY))
-    devices = devices_of(made) & devices_of(committed)
-    assert results_of(made, devices) == results_of(committed, devices), "see this file's first lines"
+    made_lock, committed = (json.loads((folder / LOCK).read_text()) for folder in (demo.folder, REPOSITORY))
+    devices = devices_of(made_lock) & devices_of(committed)
+    assert results_of(made_lock, devices) == results_of(committed, devices), "see this file's first lines"
 
 
 def test_a_locked_run_and_verify_hold_on_this_cpu(demo: Checkout) -> None:
@@ -150,8 +150,8 @@ def run_under_lock(first_run: Checkout, shared: Shared) -> Checkout:
 @pytest.mark.long
 def test_a_locked_run_makes_small_weights_and_their_golden_tokens_as_locked(run_under_lock: Checkout) -> None:
     log = (run_under_lock.folder.parent / "log").read_text()
-    made = re.findall(r"^\[./5\] (\w+)", log, re.MULTILINE)
-    assert sorted(made) == ["build", "convert", "export", "golden", "quantized_reference"], log
+    rules = re.findall(r"^\[./5\] (\w+)", log, re.MULTILINE)
+    assert sorted(rules) == ["build", "convert", "export", "golden", "quantized_reference"], log
     lock = Lock.load(run_under_lock.folder / LOCK)
     golden = [entry for entry in entries_at(run_under_lock.folder / SMALL_GOLDEN) if "golden" in entry.where]
     assert len(golden) == 2  # the tokens, and the terms of the check
@@ -164,8 +164,8 @@ def test_a_locked_run_refuses_another_golden_token_of_small_weights(run_under_lo
     demo = run_under_lock.copy(tmp_path / "checkout")
     lock = json.loads((demo.folder / LOCK).read_text())
     tokens: dict[str, str] = lock["locked"]["golden/w8a16/onnxruntime/2"]
-    first, *others = tokens["Light"].split()
-    tokens["Light"] = " ".join([str(int(first) + 1), *others])
+    first, *other_ids = tokens["Light"].split()
+    tokens["Light"] = " ".join([str(int(first) + 1), *other_ids])
     (demo.folder / LOCK).write_text(json.dumps(lock))
     before = (demo.folder / SMALL_GOLDEN).read_bytes()
     process = demo.snakemake("--cores", "2", *LOCKED, "--forcerun", "golden", "--", SMALL_GOLDEN, check=False)

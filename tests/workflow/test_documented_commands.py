@@ -81,8 +81,8 @@ class Reader:
         self.server: subprocess.Popen[str] | None = None
 
     def types(self, command: str) -> None:
-        for word, own in self.words.items():
-            command = command.replace(word, own)
+        for word, options in self.words.items():
+            command = command.replace(word, options)
         if command.startswith("lockstep serve"):
             return self.serves(command)
         done = subprocess.run(

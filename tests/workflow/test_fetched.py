@@ -161,14 +161,14 @@ def test_a_gguf_file_is_made_a_checkpoint_and_made_again_when_it_changes(tmp_pat
     )
     path = user.folder / "models" / "tiny.gguf"
     gguf_models.write_model(path, "llama", gguf_models.table()["vocabularies"], quantized="Q8_0")
-    made = ("results/gguf/checkpoint.json", *CONFIG)
-    user.finish(*made)
+    command = ("results/gguf/checkpoint.json", *CONFIG)
+    user.finish(*command)
     before = user.digests()["gguf/checkpoint.json"]
-    assert not user.would_run(*made)
+    assert not user.would_run(*command)
 
     gguf_models.write_model(path, "llama", gguf_models.table()["vocabularies"], quantized="Q4_0")
-    assert user.would_run(*made)["make_checkpoint"] == 1
-    user.finish(*made)
+    assert user.would_run(*command)["make_checkpoint"] == 1
+    user.finish(*command)
     assert user.digests()["gguf/checkpoint.json"] != before
     path.write_bytes(path.read_bytes()[:1000])
     assert "expected a whole GGUF file at" in failure(user.snakemake("-n", *CONFIG, check=False))

@@ -107,8 +107,8 @@ def test_another_config_in_another_folder_whose_first_run_fails_has_a_summary_th
     results = tmp_path / "out" / "results"
     path.write_text(yaml.safe_dump(config))
     cache = shutil.copytree(filled_cache, tmp_path / "cache")  # with graphs, engines, weights and references
-    asked = ("--configfile", str(path), "--directory", str(results.parent), "--config", f"cache={cache}")
-    assert fresh.snakemake("--cores", "2", *asked, check=False).returncode == 1
+    options = ("--configfile", str(path), "--directory", str(results.parent), "--config", f"cache={cache}")
+    assert fresh.snakemake("--cores", "2", *options, check=False).returncode == 1
     (row,) = json.loads((results / "summary.json").read_text())["targets"]
     assert row["golden"] == "fail" and "nonsense" in row["reason"]
     assert (results / "mine" / "fp32" / "golden" / "onnxruntime" / "2.failed.json").is_file()
@@ -175,7 +175,7 @@ def test_a_job_that_fails_says_the_line_of_its_stage_first(fresh: Checkout, snak
     alone = fresh.job("convert", "demo-llama/fp32", check=False)
     assert (alone.returncode, process.returncode) == (2, 1)
     (line,) = alone.stderr.splitlines()
-    first = next(number for number, said in enumerate(process.stderr.splitlines()) if "error" in said.lower())
+    first = next(number for number, line in enumerate(process.stderr.splitlines()) if "error" in line.lower())
     assert process.stderr.splitlines()[first] == line and "NaN" in line
 
 

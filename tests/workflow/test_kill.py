@@ -38,10 +38,10 @@ def test_killed_runs_end_in_the_results_of_an_undisturbed_one(
             assert path.name.startswith(".") or json.loads(path.read_bytes()), "a result is whole or not there"
     unlock(checkout)
     checkout.finish(*targets)
-    made = checkout.digests()
+    digests = checkout.digests()
     expected = finished.digests()
-    assert made == {name: digest for name, digest in expected.items() if not targets or name in made}
-    assert all(target.removeprefix("results/") in made for target in targets)
+    assert digests == {name: digest for name, digest in expected.items() if not targets or name in digests}
+    assert all(target.removeprefix("results/") in digests for target in targets)
     assert not [path for path in checkout.results.rglob("*") if path.name.endswith(".tmp")]
     assert not checkout.would_run(*targets)
     checkout.call("lockstep", "verify")

@@ -148,8 +148,8 @@ def test_a_graph_that_differs_is_refused_before_its_manifest(locked: Checkout) -
     path = locked.folder / "locks" / f"{MODEL}.lock.json"
     lock = json.loads(path.read_text())
     graphs = lock["locked"]["graphs/fp32"]
-    made = lock["made with"]["export"]
-    graphs["attention.decode.onnx"] = graphs["assembly.json"] = made["code"] = "0" * 64
+    export = lock["made with"]["export"]
+    graphs["attention.decode.onnx"] = graphs["assembly.json"] = export["code"] = "0" * 64
     path.write_text(json.dumps(lock))
     differs = r"export: attention\.decode\.onnx differs: 000000000000 -> \w{12}"
     line = refused(locked, *job("build"))
@@ -207,19 +207,21 @@ def test_engines_of_the_cache_that_are_not_the_locked_ones_are_built_instead(
         shutil.rmtree(engines)
         return locked.call(*job("build"), **options).stderr
 
-    taken = f"cache: build {MODEL}/fp32/onnxruntime is taken from {cache}"
-    said = build()
-    assert taken in said and re.search(
-        r"cache: build: middle\.onnx differs: \w{12} -> \w{12} in the cached artefact, .* is made again", said
+    line = f"cache: build {MODEL}/fp32/onnxruntime is taken from {cache}"
+    output = build()
+    assert line in output and re.search(
+        r"cache: build: middle\.onnx differs: \w{12} -> \w{12} in the cached artefact, .* is made again", output
     )
     assert locked.digests() == before
     locked.call("lockstep", "verify")
-    said = build()
-    assert taken in said and "differs" not in said, "what was built is in the cache, in the place of what is not locked"
+    output = build()
+    assert line in output and "differs" not in output, (
+        "what was built is in the cache, in the place of what is not locked"
+    )
     assert locked.digests() == before
 
     replace_engine(cache, entry)
-    held = entry.read_bytes()
+    data = entry.read_bytes()
     edit_lock(
         locked,
         lambda lock: [
@@ -229,7 +231,7 @@ def test_engines_of_the_cache_that_are_not_the_locked_ones_are_built_instead(
         ],
     )
     assert "lockstep: error: build: middle.onnx differs: 000000000000 -> " in build(check=False)
-    assert not list(engines.glob("*.json")) and entry.read_bytes() == held
+    assert not list(engines.glob("*.json")) and entry.read_bytes() == data
 
 
 def replace_engine(cache: Path, entry: Path) -> None:
@@ -271,8 +273,8 @@ def test_engines_of_a_device_that_is_not_locked_are_refused_by_a_run_and_by_veri
 
 
 def other_device(locked: dict) -> None:
-    (here,) = (name for name in locked if name.startswith("engines/fp32/onnxruntime/"))
-    locked["engines/fp32/onnxruntime/other 0"] = locked.pop(here)
+    (place,) = (name for name in locked if name.startswith("engines/fp32/onnxruntime/"))
+    locked["engines/fp32/onnxruntime/other 0"] = locked.pop(place)
 
 
 def test_engines_of_a_cpu_with_other_instruction_sets_are_judged_by_their_bytes(locked: Checkout) -> None:

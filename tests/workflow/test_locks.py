@@ -27,13 +27,13 @@ def locked(finished: Checkout, tmp_path_factory: pytest.TempPathFactory) -> Chec
 
 def explained(checkout: Checkout, target: str = TARGET) -> dict[str, list[str]]:
     """Reasons by stage."""
-    found: dict[str, list[str]] = {}
+    reasons: dict[str, list[str]] = {}
     for line in checkout.call("lockstep", "explain", target).stdout.splitlines():
         if line.startswith("  "):
-            found[next(reversed(found))].append(line.strip())
+            reasons[next(reversed(reasons))].append(line.strip())
         elif line.endswith(":"):
-            found[line.split()[0]] = []
-    return found
+            reasons[line.split()[0]] = []
+    return reasons
 
 
 def flip(path: Path, position: int | None = None) -> None:
@@ -124,9 +124,9 @@ OTHERS = {"config", "summary"}
 @pytest.mark.parametrize("edit, stage, reason", some_cases(EDITS, "a module"))
 def test_explain_names_what_changed_and_what_a_run_makes_again(demo: Checkout, edit, stage: str, reason: str) -> None:
     edit(demo)
-    found = explained(demo)
-    assert any(re.search(reason, line) for line in found[stage]), found
-    assert set(found) == set(demo.would_run()) - OTHERS, "explain and Snakemake agree"
+    reasons = explained(demo)
+    assert any(re.search(reason, line) for line in reasons[stage]), reasons
+    assert set(reasons) == set(demo.would_run()) - OTHERS, "explain and Snakemake agree"
 
 
 OTHER_DEVICE = "aarch64"
@@ -135,8 +135,8 @@ OTHER_DEVICE = "aarch64"
 def with_another_device(locked: Checkout, folder: Path) -> tuple[Path, dict]:
     """The lock as if a machine of another architecture had locked the engines of one precision before."""
     value = json.loads((locked.folder / "locks" / f"{MODEL}.lock.json").read_text())
-    (here,) = (name for name in value["locked"] if name.startswith("engines/fp32/onnxruntime/"))
-    value["locked"][f"engines/fp32/onnxruntime/{OTHER_DEVICE}"] = value["locked"].pop(here)
+    (place,) = (name for name in value["locked"] if name.startswith("engines/fp32/onnxruntime/"))
+    value["locked"][f"engines/fp32/onnxruntime/{OTHER_DEVICE}"] = value["locked"].pop(place)
     folder.mkdir()
     path = folder / f"{MODEL}.lock.json"
     path.write_text(json.dumps(value))
@@ -190,9 +190,9 @@ def test_each_change_of_a_lock_is_printed_and_what_is_looser_is_written_only_whe
         r"changed graphs/fp32: attention\.decode\.onnx 0{12} -> \w{12}",
     ]
     assert len(lines) == len(expected)
-    assert all(any(re.fullmatch(rf"{re.escape(str(path))}: {each}", line) for line in lines) for each in expected), (
-        lines
-    )
+    assert all(
+        any(re.fullmatch(rf"{re.escape(str(path))}: {pattern}", line) for line in lines) for pattern in expected
+    ), lines
     assert "found 4 that are dropped or looser" in error and "--accept" in error
     process = locked.call("lockstep", "lock", "--accept", "--locks", str(path.parent))
     assert process.stderr.splitlines() == lines
@@ -201,9 +201,12 @@ def test_each_change_of_a_lock_is_printed_and_what_is_looser_is_written_only_whe
 
 def test_a_lock_of_what_is_not_finished_is_refused(demo: Checkout) -> None:
     shutil.rmtree(demo.results / MODEL / "fp32" / "golden")
-    for model, said in ((MODEL, "expected a finished model, found nothing of golden"), ("other", "found no engines")):
+    for model, message in (
+        (MODEL, "expected a finished model, found nothing of golden"),
+        ("other", "found no engines"),
+    ):
         process = demo.call("lockstep", "lock", model, check=False)
-        assert process.returncode == 2 and said in process.stderr and len(process.stderr.splitlines()) == 1
+        assert process.returncode == 2 and message in process.stderr and len(process.stderr.splitlines()) == 1
 
 
 @pytest.mark.long

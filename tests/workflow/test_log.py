@@ -63,9 +63,9 @@ def test_lockstep_run_makes_a_config_from_any_folder_and_ends_with_the_table(dem
     config = demo.folder / "config" / "config.yaml"
     process = demo.run("lockstep", "run", str(config), "--cores", "1")
     assert "Nothing to be done" in process.stderr
-    *table, _, _, _ = rest = process.stdout.splitlines()
+    *table, _, _, _ = lines = process.stdout.splitlines()
     assert all(len(line) <= 100 for line in table) and any(re.match(r"target +result ", line) for line in table)
-    assert any(re.fullmatch("Serve: lockstep serve demo-llama/fp../all/onnxruntime", line) for line in rest)
+    assert any(re.fullmatch("Serve: lockstep serve demo-llama/fp../all/onnxruntime", line) for line in lines)
     elsewhere = tmp_path / "else where"
     elsewhere.mkdir()
     (elsewhere / "my.yaml").write_text(config.read_text().replace("\n  demo-llama:\n", "\n  my-llama:\n"))

@@ -104,16 +104,16 @@ def test_a_module_from_a_commit_runs_its_scripts(origin: Path, tmp_path: Path) -
 
 def test_what_snakedeploy_writes_plans_from_its_repository(origin: Path, tmp_path: Path) -> None:
     """`make clients-test` has snakedeploy write it; git takes GitHub's address for the folder."""
-    here = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": f"url.{origin.parents[1]}/.insteadOf"}
-    here |= {"GIT_CONFIG_VALUE_0": "https://github.com/", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environment = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": f"url.{origin.parents[1]}/.insteadOf"}
+    environment |= {"GIT_CONFIG_VALUE_0": "https://github.com/", "XDG_CACHE_HOME": str(tmp_path / "cache")}
     if "LOCKSTEP_CLIENTS" in os.environ:
         program = f"{os.environ['LOCKSTEP_CLIENTS']}/snakedeploy/bin/snakedeploy"
         command = (program, "deploy-workflow", "https://github.com/owner/lockstep", tmp_path, "--tag", "v1")
-        subprocess.run(command, check=True, env={**os.environ, **here})
-        checkout: Checkout = Outer(tmp_path, {"PYTHONPATH": str(REPOSITORY / "src"), **here})
+        subprocess.run(command, check=True, env={**os.environ, **environment})
+        checkout: Checkout = Outer(tmp_path, {"PYTHONPATH": str(REPOSITORY / "src"), **environment})
     else:
         snakefile = 'github("owner/lockstep", path="workflow/Snakefile", tag="v1")'
-        checkout = outer(tmp_path, snakefile=snakefile, names="*", **here)
+        checkout = outer(tmp_path, snakefile=snakefile, names="*", **environment)
     assert checkout.would_run()["golden"] >= 4
 
 
@@ -146,7 +146,7 @@ def test_a_prefix_holds_for_jobs_and_locks(tmp_path: Path, filled_cache: Path) -
 @pytest.mark.long
 @pytest.mark.parametrize("prefix", ["", "sub/"])
 def test_a_statement_names_the_stage_not_the_renamed_rule(tmp_path: Path, prefix: str) -> None:
-    made = f"{prefix}results/demo-llama/checkpoint.json"
-    outer(tmp_path, prefix).snakemake("--cores", "1", made)
-    key = Statement.load(statement_path(tmp_path / made)).key
+    checkpoint = f"{prefix}results/demo-llama/checkpoint.json"
+    outer(tmp_path, prefix).snakemake("--cores", "1", checkpoint)
+    key = Statement.load(statement_path(tmp_path / checkpoint)).key
     assert key.stage == "resolve" and "lockstep/checkpoint" in key.code

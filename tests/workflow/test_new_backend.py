@@ -40,9 +40,9 @@ def dummy(demo: Checkout) -> Checkout:
 @pytest.mark.long
 def test_a_dummy_backend_is_one_folder(dummy: Checkout) -> None:
     """As far as its engines; test_two_devices.py has two of them checked, locked and bundled."""
-    made = dummy.results / "demo-llama/fp32/engines/dummy/engines.json"
-    dummy.finish(str(made.relative_to(dummy.folder)))
-    assert json.loads(made.read_text())["options"]["checked"] is False
+    engines = dummy.results / "demo-llama/fp32/engines/dummy/engines.json"
+    dummy.finish(str(engines.relative_to(dummy.folder)))
+    assert json.loads(engines.read_text())["options"]["checked"] is False
     dummy.append("src/lockstep/backends/dummy/backend.py", "EDITED = 1\n")
     assert {"build", "compare", "golden"} <= set(dummy.would_run())
 
@@ -63,9 +63,9 @@ def test_a_dummy_backend_is_checked_and_locked(dummy: Checkout) -> None:
     demo.run("lockstep", "lock")
     demo.run("lockstep", "verify")
     assert not demo.would_run("--config", "locked=true")
-    asked = ("demo-llama/fp32/2", "--prompt", "San Francisco is a", "--max-new-tokens", "4")
-    said = demo.run("lockstep", "generate", *asked).stdout
-    assert said.startswith(" cars on")
+    options = ("demo-llama/fp32/2", "--prompt", "San Francisco is a", "--max-new-tokens", "4")
+    output = demo.run("lockstep", "generate", *options).stdout
+    assert output.startswith(" cars on")
 
     demo.append("src/lockstep/backends/dummy/backend.py", "EDITED = 1\n")
     assert {"build", "compare", "golden"} <= set(demo.would_run())

@@ -69,20 +69,20 @@ COUNT = "results/demo-llama/fp32/count.json"
 @pytest.mark.long
 def test_a_stage_is_a_file_a_rule_and_a_line(counted: Checkout) -> None:
     demo = counted
-    made = counted.folder / COUNT
+    path = counted.folder / COUNT
     assert demo.would_run()["count"] == 1
     cached = ("--config", f"cache={demo.folder / 'cache'}")
     demo.finish(COUNT, *cached)
-    assert json.loads(made.read_text())["files"] > 2
-    key = Statement.load(statement_path(made)).key
+    assert json.loads(path.read_text())["files"] > 2
+    key = Statement.load(statement_path(path)).key
     assert key.options == {"source": "resources/demo-llama"} and "lockstep/stages" in key.code
     assert "onnx" in key.environment
     assert not demo.would_run(COUNT, *cached)
 
-    made.unlink()
+    path.unlink()
     demo.finish(COUNT, *cached)
     assert "cache: count demo-llama/fp32 is taken from" in said_of(demo)
-    made.unlink()
+    path.unlink()
     assert "count demo-llama/fp32" in demo.run("lockstep", "explain", "demo-llama/fp32/2").stdout
     assert COUNT in demo.job("count", "demo-llama/fp32/2").stdout
     assert not demo.would_run(COUNT, *cached)
@@ -98,7 +98,7 @@ def said_of(checkout: Checkout) -> str:
 @pytest.mark.long
 def test_what_a_toy_stage_makes_is_locked(counted: Checkout) -> None:
     demo = counted
-    made = counted.folder / COUNT
+    path = counted.folder / COUNT
     demo.finish()
     demo.run("lockstep", "lock")
     lock = json.loads((demo.folder / "locks/demo-llama.lock.json").read_text())
@@ -106,6 +106,6 @@ def test_what_a_toy_stage_makes_is_locked(counted: Checkout) -> None:
     assert not demo.would_run("--config", "locked=true")
     demo.run("lockstep", "verify")
 
-    made.unlink()
+    path.unlink()
     for stage in ("count", "golden"):
         demo.job(stage, "demo-llama/fp32/2", "locks/demo-llama.lock.json")

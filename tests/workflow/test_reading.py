@@ -51,15 +51,15 @@ LOCKSTEP = (
 
 def state(folder: Path) -> dict[str, tuple]:
     """Kind, digest or target, and time of everything below `folder`."""
-    found = {}
+    files = {}
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
         about = path.lstat()
         if not name.startswith(NOTES) and not path.is_dir():
-            found[name] = (about.st_mode, about.st_mtime_ns, sha256_file(path) if path.is_file() else os.readlink(path))
+            files[name] = (about.st_mode, about.st_mtime_ns, sha256_file(path) if path.is_file() else os.readlink(path))
         elif path.is_dir() and name.startswith("results"):
-            found[name] = (about.st_mode, about.st_mtime_ns)
-    return found
+            files[name] = (about.st_mode, about.st_mtime_ns)
+    return files
 
 
 @pytest.fixture

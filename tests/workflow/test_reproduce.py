@@ -62,18 +62,18 @@ def test_a_bundle_says_elsewhere_what_its_target_says_here(finished: Checkout, t
     packed = [tmp_path / name for name in ("whole.tar", "again.tar", "apart.tar")]
     for path, options in zip(packed, (["--weights"], ["--weights"], [])):
         assert finished.call("lockstep", "bundle", TARGET, *options, "--out", str(path)).stdout == f"{path}\n"
-    whole, again, apart = packed
-    assert whole.read_bytes() == again.read_bytes()
+    expected, again, apart = packed
+    assert expected.read_bytes() == again.read_bytes()
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    assert finished.run("lockstep", "generate", str(whole), *prompt, folder=elsewhere).stdout == text
+    assert finished.run("lockstep", "generate", str(expected), *prompt, folder=elsewhere).stdout == text
     weights = ("--weights", str(finished.results / "demo-llama" / "fp32" / "weights.json"))
     assert finished.run("lockstep", "generate", str(apart), *weights, *prompt, folder=elsewhere).stdout == text
-    data = bytearray(whole.read_bytes())
+    data = bytearray(expected.read_bytes())
     data[len(data) // 2] ^= 1
-    whole.write_bytes(data)
+    expected.write_bytes(data)
     for arguments, message in (
-        ((str(whole),), "the bundle is damaged; copy it again"),
+        ((str(expected),), "the bundle is damaged; copy it again"),
         ((str(apart),), "expected --weights, for the bundle holds none"),
         ((TARGET, *weights), "--weights: expected a bundle (.tar) with it"),
     ):

@@ -86,5 +86,5 @@ def test_what_is_missing_is_said_before_any_job(demo: Checkout) -> None:
     assert "models.demo-llama.backends[1]: expected backends that are installed" in line
     assert "tensorrt: the Python package tensorrt is not installed for this Python: pip install tensorrt" in line
     demo.edit_config(lambda config: config.update(skip_missing_backends=True))
-    said = demo.snakemake("-n")
-    assert "Left out: the targets of tensorrt, for " in said.stdout + said.stderr
+    output = demo.snakemake("-n")
+    assert "Left out: the targets of tensorrt, for " in output.stdout + output.stderr

@@ -70,8 +70,8 @@ def test_a_second_checkout_builds_nothing(first_run: Checkout, filled_cache: Pat
         "",
         "",
     ], "checks run"
-    made = second.digests()
-    assert len(made) > 30 and made.items() <= first_run.digests().items(), "statements too"
+    digests_there = second.digests()
+    assert len(digests_there) > 30 and digests_there.items() <= first_run.digests().items(), "statements too"
     second.call("lockstep", "verify", "--deep")
     assert not second.would_run("--cores", "1", *TARGETS), "and there is nothing left to do"
     assert digests(filled_cache) == before and verify(Cache(filled_cache)) == []

@@ -126,17 +126,17 @@ def test_one_lock_holds_both(two_devices: Checkout) -> None:
 
 @pytest.mark.parametrize("name", GPUS)
 def test_what_is_said_of_another_nodes_engines(two_devices: Checkout, name: str) -> None:
-    for here in GPUS:
-        said = node(two_devices, here).run("lockstep", "explain", f"demo-llama/fp32/2/{name}").stdout
-        assert "differs" not in said and "->" not in said and "is not there" not in said, said
+    for device in GPUS:
+        output = node(two_devices, device).run("lockstep", "explain", f"demo-llama/fp32/2/{name}").stdout
+        assert "differs" not in output and "->" not in output and "is not there" not in output, output
 
 
 def test_a_lost_engine_is_made_again_where_its_device_is(two_devices: Checkout, tmp_path: Path) -> None:
     copy = two_devices.copy(tmp_path / "checkout")
     before = copy.digests()
     os.remove(next(engines(copy, "alpha").parent.glob("*.dummy")))
-    made = str(engines(copy, "alpha").relative_to(copy.folder))  # what reads it reads the same bytes as before
-    node(copy, "alpha").finish("--forcerun", "build", "--config", "device=alpha", "--", made)
+    engines_made = str(engines(copy, "alpha").relative_to(copy.folder))  # what reads it reads the same bytes as before
+    node(copy, "alpha").finish("--forcerun", "build", "--config", "device=alpha", "--", engines_made)
     assert copy.digests() == before
 
 
@@ -151,8 +151,8 @@ def test_a_target_is_not_reproduced_where_its_device_is_not(two_devices: Checkou
 
 def test_a_target_is_reproduced_where_its_device_is(two_devices: Checkout, tmp_path: Path) -> None:
     copy = two_devices.copy(tmp_path / "checkout")
-    said = node(copy, "alpha").run("lockstep", *REPRODUCE).stdout
-    assert "The same in 1 of 1 builds" in said, said
+    output = node(copy, "alpha").run("lockstep", *REPRODUCE).stdout
+    assert "The same in 1 of 1 builds" in output, output
 
 
 RESOURCES = """
@@ -188,6 +188,6 @@ def test_an_unknown_device_is_one_line(two_devices: Checkout) -> None:
 def test_a_bundle_opens_without_the_names_of_devices(two_devices: Checkout, tmp_path: Path) -> None:
     out = tmp_path / "alpha.tar"
     two_devices.call("lockstep", "bundle", "demo-llama/fp32/2/alpha", "--weights", "--out", str(out))
-    asked = (str(out), "--prompt", "San Francisco is a", "--max-new-tokens", "4")
-    said = node(two_devices, "alpha").run("lockstep", "generate", *asked, folder=tmp_path).stdout
-    assert said.startswith(" cars on")
+    options = (str(out), "--prompt", "San Francisco is a", "--max-new-tokens", "4")
+    output = node(two_devices, "alpha").run("lockstep", "generate", *options, folder=tmp_path).stdout
+    assert output.startswith(" cars on")

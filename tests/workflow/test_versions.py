@@ -43,13 +43,13 @@ def test_the_oldest_snakemake_plans_runs_and_judges_by_content(fresh: Checkout) 
 
     assert snakemake("--version").strip() == read_pins(REPOSITORY / "envs/oldest.txt")["snakemake"]
     assert re.search(r"^golden +2$", snakemake("-n", "--quiet", "host"), re.MULTILINE)
-    made = ("results/demo-llama/checkpoint.json", "results/demo-llama/architecture.json", "results/config.json")
-    snakemake("--cores", "1", *made)
+    paths = ("results/demo-llama/checkpoint.json", "results/demo-llama/architecture.json", "results/config.json")
+    snakemake("--cores", "1", *paths)
     for path in (fresh.folder / "resources").rglob("*"):
         os.utime(path)
     before = fresh.digests()
-    snakemake("--cores", "1", *made)
-    assert fresh.digests() == before and "Nothing to be done" in snakemake("-n", *made)
+    snakemake("--cores", "1", *paths)
+    assert fresh.digests() == before and "Nothing to be done" in snakemake("-n", *paths)
 
 
 @pytest.mark.long

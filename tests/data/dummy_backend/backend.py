@@ -77,8 +77,8 @@ class DummyExecutable:
 
     def prepare(self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> Any:
         def run() -> None:
-            for array, found in zip(outputs.values(), self._evaluator.run(list(outputs), {**inputs, **self._values})):
-                array[...] = found
+            for array, values in zip(outputs.values(), self._evaluator.run(list(outputs), {**inputs, **self._values})):
+                array[...] = values
 
         return run
 

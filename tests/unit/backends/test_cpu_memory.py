@@ -78,9 +78,9 @@ def test_weights_are_in_memory_once(tmp_path: Path) -> None:
     np.empty(30 * MIB, np.uint8)  # freed at once: from here on glibc takes what is smaller from its heap
     began = resident_bytes()
     executable = engine.bind(weights, {name: [f"{name}.a", f"{name}.b"] for name in names})
-    taken = resident_bytes() - began
+    nbytes = resident_bytes() - began
     del executable
-    assert taken < 1.5 * 70 * size**2 * 4  # rows are padded; 2.6 where nothing is given back
+    assert nbytes < 1.5 * 70 * size**2 * 4  # rows are padded; 2.6 where nothing is given back
 
 
 def test_packed_weights_lie_on_huge_pages(tmp_path: Path) -> None:

@@ -91,13 +91,13 @@ def test_only_what_changed_is_built_again_and_leftovers_go(copied):
     change(engines, engines={**json.loads(manifest)["engines"], "older": {**entry, "file": older.name}})
     (engines.parent / ".entry.onnx.abc.tmp").mkdir()
     (engines.parent / ".entry.onnx.abc.tmp" / "optimized.onnx").write_bytes(b"a build that was killed")
-    others = {"notes.txt", "other.onnx", ".other.tmp"}
-    for name in others:
+    leftovers = {"notes.txt", "other.onnx", ".other.tmp"}
+    for name in leftovers:
         (engines.parent / name).write_text("not ours")
     build(assembly, "onnxruntime", engines)
     after = stamps(engines.parent)
     assert engines.read_bytes() == manifest
-    assert set(after) == {*before, *others}
+    assert set(after) == {*before, *leftovers}
     assert {name for name in before if after[name] == before[name]} >= set(before) - {"middle.onnx", "exit.onnx"}
     EngineSet.open(engines, assembly)
 

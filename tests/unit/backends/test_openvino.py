@@ -217,8 +217,8 @@ def test_another_process_builds_the_same_bytes(opened, tmp_path, precision):
     outs = [tmp_path / which / "engines.json" for which in ("first", "second")]
     command = [sys.executable, "-c", code, results.assembly(name, precision), *outs]
     subprocess.run(list(map(str, command)), check=True)
-    made = [EngineSetManifest.load(path) for path in (engines, *outs)]
-    assert made[0].engines == made[1].engines == made[2].engines
+    manifests = [EngineSetManifest.load(path) for path in (engines, *outs)]
+    assert manifests[0].engines == manifests[1].engines == manifests[2].engines
 
 
 @pytest.mark.parametrize("precision", ALL)
@@ -235,7 +235,9 @@ def test_engines_hold_no_weights(opened, precision):
     bound = set_.load(layer.graph, 1).bind(weights, layer.slots)
     arrays = [weights[names[0]] for names in layer.slots.values()]
     assert len(bound.bound_arrays) == len(arrays)
-    assert all(any(np.shares_memory(held, array) for array in arrays) for held in bound.bound_arrays), "a copy was made"
+    assert all(any(np.shares_memory(bound_array, array) for array in arrays) for bound_array in bound.bound_arrays), (
+        "a copy was made"
+    )
 
 
 PRODUCTS = {"fp32": "f32", "bf16": "bf16", "w8a16": "u8", "w4a16": "u4"}
@@ -294,9 +296,9 @@ def test_activations_of_a_product_have_16_bits(tmp_path, bits, group):
     hidden[0, :group] = 0
 
     def multiplied(x: np.ndarray) -> np.ndarray:
-        found = np.empty((len(x), out), np.float32)
-        run.prepare({"x": x}, {"y": found})()
-        return found
+        products = np.empty((len(x), out), np.float32)
+        run.prepare({"x": x}, {"y": products})()
+        return products
 
     actual = multiplied(hidden)
     exact = hidden.astype(np.float64) @ dequantize(data, scales, group).astype(np.float64).T
@@ -340,20 +342,20 @@ def test_where_the_cpu_has_no_bf16_its_targets_are_shown_as_not_run(monkeypatch,
              "skip_missing_precisions": True}  # fmt: skip
     shown["models"]["m"]["backend_precisions"] = {"onnxruntime": ["fp32"]}
     monkeypatch.setattr(cpu, "describe_cpu", lambda: {"isa": ["avx512_bf16"]})
-    here = load.load(shown)
-    assert here.not_run() == {} and all(map(here.is_run, here.targets()))
+    config_here = load.load(shown)
+    assert config_here.not_run() == {} and all(map(config_here.is_run, config_here.targets()))
     monkeypatch.setattr(cpu, "describe_cpu", lambda: {"isa": ["avx2"]})
     reason = "needs bf16 in the CPU (avx512_bf16 or amx_bf16), found none"
     config = load.load(shown)
     bf16, fp32, _ = config.targets()
     assert str(bf16) == "m/bf16/2/openvino" and str(fp32) == "m/fp32/2/openvino"
     assert config.not_run() == config.not_built() == {"bf16/openvino": reason}
-    made = jobs(config, tmp_path, config.targets())
-    assert not any(step.names.get("backend") and step.names["precision"] == "bf16" for step in made)
-    assert any(step.stage == "validate" and step.names["precision"] == "bf16" for step in made), (
+    planned = jobs(config, tmp_path, config.targets())
+    assert not any(step.names.get("backend") and step.names["precision"] == "bf16" for step in planned)
+    assert any(step.stage == "validate" and step.names["precision"] == "bf16" for step in planned), (
         "the graphs are checked"
     )
-    assert {step.names["backend"] for step in made if step.stage == "golden"} == {"openvino", "onnxruntime"}
+    assert {step.names["backend"] for step in planned if step.stage == "golden"} == {"openvino", "onnxruntime"}
     rows = {row.target: row for row in summary.collect(Results(tmp_path), config.targets(), config.not_run()).targets}
     assert f"golden not run: {reason}" in (rows[bf16].reason or "") and reason not in (rows[fp32].reason or "")
     with pytest.raises(InputError, match=r"models.m.backends\[0\]: expected to run its engines \(require_run: true\)"):
@@ -361,7 +363,7 @@ def test_where_the_cpu_has_no_bf16_its_targets_are_shown_as_not_run(monkeypatch,
 
 
 @pytest.mark.parametrize(
-    "command", [("generate", "--prompt", "a"), ("serve",), ("bundle",), ("reproduce",)], ids=lambda one: one[0]
+    "command", [("generate", "--prompt", "a"), ("serve",), ("bundle",), ("reproduce",)], ids=lambda command: command[0]
 )
 def test_what_needs_engines_that_the_config_skips_here_says_why(command, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
@@ -517,16 +519,18 @@ def test_a_lock_written_without_bf16_keeps_what_stood_in_it():
     """Engines, golden tokens and terms of what is not run here, as long as they are of the same graphs."""
     engines = f"engines/bf16/{BACKEND}/x86_64"
     terms = f"checks/golden/bf16/2/{BACKEND}"
-    kept = {engines: {}, f"golden/bf16/{BACKEND}/2": {}, terms: {"expected": {}}, "golden/bf16/cuda/2": {}}
-    others = {"checkpoint": {"source": "m"}, f"checks/golden/fp32/2/{BACKEND}": {"expected": {}}}
-    before = Lock("m", {"golden/openvino": MadeWith("old", {})}, {**others, **kept, "graphs/bf16": {"entry": "g"}})
+    locked = {engines: {}, f"golden/bf16/{BACKEND}/2": {}, terms: {"expected": {}}, "golden/bf16/cuda/2": {}}
+    other_entries = {"checkpoint": {"source": "m"}, f"checks/golden/fp32/2/{BACKEND}": {"expected": {}}}
+    before = Lock(
+        "m", {"golden/openvino": MadeWith("old", {})}, {**other_entries, **locked, "graphs/bf16": {"entry": "g"}}
+    )
 
     def written(graph: str, *not_run: str) -> Lock:
         lock = Lock("m", {}, {"checkpoint": {"source": "m"}, "graphs/bf16": {"entry": graph}})
         return lock_update.keep_not_run(before, lock, not_run)
 
     absent = (f"bf16/{BACKEND}", "cuda")
-    assert written("g", *absent).entries.keys() == {"checkpoint", "graphs/bf16", *kept}
+    assert written("g", *absent).entries.keys() == {"checkpoint", "graphs/bf16", *locked}
     assert written("g", *absent).made_with == before.made_with
-    assert not kept.keys() & written("another", *absent).entries.keys()
-    assert not kept.keys() & written("g").entries.keys(), "run here, or none of the config"
+    assert not locked.keys() & written("another", *absent).entries.keys()
+    assert not locked.keys() & written("g").entries.keys(), "run here, or none of the config"

@@ -28,14 +28,14 @@ def graph(shape, operators=("Cos", "Sin")):
 def rows_differ(model, shape, expected):
     session = open_session(model.SerializeToString(), 1)
     x = np.random.default_rng(0).uniform(0.1, 30, (64, *shape)).astype(np.float32)
-    whole = session.run(None, {"x": x})
-    for found, values in zip(whole, expected(x), strict=True):
-        np.testing.assert_allclose(found, values, rtol=1e-5, atol=1e-6)  # of sums of float32 in another order
+    batched = session.run(None, {"x": x})
+    for result, values in zip(batched, expected(x), strict=True):
+        np.testing.assert_allclose(result, values, rtol=1e-5, atol=1e-6)  # of sums of float32 in another order
     return any(
         not np.array_equal(item, all_of_them[row : row + count])
         for count in (1, 2, 3)
         for row in range(64 - count)
-        for item, all_of_them in zip(session.run(None, {"x": x[row : row + count].copy()}), whole)
+        for item, all_of_them in zip(session.run(None, {"x": x[row : row + count].copy()}), batched)
     )
 
 

@@ -113,8 +113,8 @@ def _(case: Here) -> Sequence[Any]:
 
 @starts("cpu-peers", "peak_relative_to_weights")
 def _(case: Here) -> Sequence[Any]:
-    few = "--batch", 2, "--prompt", 4, "--context", 4, "--steps", 2, "--threads", 1, "--work", case.folder / "work"
-    return "--model", case.checkpoint, "--contestant", "fp32", "--contestant", "transformers fp32", *few, *ONE_ROUND
+    options = "--batch", 2, "--prompt", 4, "--context", 4, "--steps", 2, "--threads", 1, "--work", case.folder / "work"
+    return "--model", case.checkpoint, "--contestant", "fp32", "--contestant", "transformers fp32", *options, *ONE_ROUND
 
 
 @starts("adapters", "batch 1 decode_step seconds")
@@ -156,8 +156,8 @@ class ServerStandIn(serving.Server):
         pass
 
     def streams(self, number: int, rounds: int, seed: int = 0) -> dict[str, Any]:
-        one = {"median": 1.0}
-        return {"tokens_per_second": one, "api_cpu_microseconds_per_token": one}
+        speeds = {"median": 1.0}
+        return {"tokens_per_second": speeds, "api_cpu_microseconds_per_token": speeds}
 
     def refusals(self) -> dict[str, float]:
         return {"p50": 1.0, "p99": 1.0}
@@ -235,13 +235,15 @@ def _(case: Here) -> Sequence[Any]:
 
 def record_of(command: str, case: Here) -> dict[str, Any]:
     start, measures = STARTS[command]
-    given = start(case)
-    ended = CliRunner().invoke(bench, [command, *map(str, given)], catch_exceptions=False)
+    started = start(case)
+    ended = CliRunner().invoke(bench, [command, *map(str, started)], catch_exceptions=False)
     assert ended.exit_code == 0, ended.output
-    record = found = json.loads(ended.stdout) if ended.stdout.startswith("{") else read_json(Path(ended.stdout.strip()))
+    record = document = (
+        json.loads(ended.stdout) if ended.stdout.startswith("{") else read_json(Path(ended.stdout.strip()))
+    )
     for key in measures.split():
-        found = found[key]
-    assert found, measures
+        document = document[key]
+    assert document, measures
     return record
 
 
@@ -268,10 +270,10 @@ def test_batches_takes_small_weights_and_keeps_their_record_apart(case: Here) ->
 
 def batches_of(case: Here, opened: Callable[..., lockstep.Model]) -> tuple[Result, dict[str, Any]]:
     """Run the command with a model that `opened` opens; what it printed, and its record."""
-    given = STARTS["batches"][0](case)
+    started = STARTS["batches"][0](case)
     case.smaller(batches, CHUNKS=(16, 70), LIMITS={"max_batch_size": 4, "max_num_tokens": 128, "max_seq_len": 128})
     case.smaller(batches.Model, open=opened)
-    ended = CliRunner().invoke(bench, ["batches", *map(str, given)])
+    ended = CliRunner().invoke(bench, ["batches", *map(str, started)])
     return ended, read_json(case.folder / "work" / "batches.json")
 
 

@@ -24,8 +24,8 @@ BAD = Outcome("greedy", FAILED, 5.0, 6.0, "greedy /v1/completions: expected HTTP
 
 def grown(name: str, by: int) -> list[Sample]:
     """Samples of which the last third has that many more MiB."""
-    more = replace(IDLE, rss={**IDLE.rss, name: (100 + by) * MIB})
-    return [IDLE] * 20 + [more] * 10
+    sample = replace(IDLE, rss={**IDLE.rss, name: (100 + by) * MIB})
+    return [IDLE] * 20 + [sample] * 10
 
 
 @pytest.mark.long
@@ -76,6 +76,6 @@ def test_an_engine_that_was_killed_has_the_memory_of_its_own_life() -> None:
 
 
 def test_the_same_seed_asks_the_same() -> None:
-    asked = [[request("m", seed, number, 0.2) for number in range(200)] for seed in (0, 0, 1)]
-    assert asked[0] == asked[1] != asked[2]
-    assert 20 < sum(item.leaves_after is not None for item in asked[0]) < 60
+    requests = [[request("m", seed, number, 0.2) for number in range(200)] for seed in (0, 0, 1)]
+    assert requests[0] == requests[1] != requests[2]
+    assert 20 < sum(item.leaves_after is not None for item in requests[0]) < 60

@@ -29,15 +29,15 @@ TARGET = Target("demo-llama", "fp16", "all", "onnxruntime")
 def results(demo: Results, shared: Shared, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """A finished run of the demo with three adapters."""
     lora = shared_lora(demo, shared)
-    made = recorded(lora, tmp_path_factory.mktemp("adapted") / "results")
+    adapted_results = recorded(lora, tmp_path_factory.mktemp("adapted") / "results")
     path = lora.adapters("demo-llama")
     manifest = AdaptersManifest.load(path)
     moved = {
         name: replace(adapter, folder=str(manifest.folder_of(path, name).resolve()))
         for name, adapter in manifest.adapters.items()
     }
-    AdaptersManifest(moved).save(made.adapters("demo-llama"))
-    return made
+    AdaptersManifest(moved).save(adapted_results.adapters("demo-llama"))
+    return adapted_results
 
 
 @pytest.fixture(scope="module")

@@ -167,8 +167,8 @@ def test_what_is_cut_short_longer_or_no_bundle_is_refused(apart: Path, tmp_path:
     for size in (0, 1, 511, 512, 700, 5000, len(data) // 2, len(data) - 1024, len(data) - 512, len(data) - 1):
         path.write_bytes(data[:size])
         refused(path, scratch)
-    for more in (b"\0", b"x", bytes(512), header("more", 0)):
-        path.write_bytes(data + more)
+    for suffix in (b"\0", b"x", bytes(512), header("more", 0)):
+        path.write_bytes(data + suffix)
         assert "more than the manifest lists" in refused(path, scratch)
     path.write_bytes(data[:-1024] + header("engines/more.onnx", 0) + data[-1024:])
     assert "more than the manifest lists" in refused(path, scratch)
@@ -265,8 +265,8 @@ def test_an_engine_that_is_none_is_one_line(apart: Path, results: Results, tmp_p
 
 
 def test_an_error_names_the_bundle(inside: Path) -> None:
-    with pytest.raises(CheckError) as caught, opened(inside) as found:
-        raise CheckError(f"{found.engines}: expected another")
+    with pytest.raises(CheckError) as caught, opened(inside) as opened_bundle:
+        raise CheckError(f"{opened_bundle.engines}: expected another")
     assert str(caught.value) == f"{inside}: engines/engines.json: expected another"
 
 
@@ -278,8 +278,8 @@ def test_quantised_weights_keep_their_groups(tmp_path: Path) -> None:
     entry = Entry.of_bytes("weights/w.safetensors", b"1234")
     archive = read_archive(write_archive(tmp_path / "b.tar", ABOUT, [entry]))
     point_into(archive, tmp_path / "weights.json", "0" * 64)
-    found = WeightsManifest.load(tmp_path / "weights.json")
-    assert found.group_size == 32 and found.tensors["w"].offset == archive.members[entry.name].offset
+    weights = WeightsManifest.load(tmp_path / "weights.json")
+    assert weights.group_size == 32 and weights.tensors["w"].offset == archive.members[entry.name].offset
 
 
 def test_tarfile_writes_no_such_header_of_a_large_file() -> None:

@@ -20,13 +20,13 @@ CONFIG = {
 
 
 def weights(layers: int = 3, **changes) -> dict[str, np.ndarray]:
-    made = {"model.embed_tokens.weight": (16, 8), "model.norm.weight": (8,), "lm_head.weight": (16, 8)}
+    shapes = {"model.embed_tokens.weight": (16, 8), "model.norm.weight": (8,), "lm_head.weight": (16, 8)}
     for layer in range(layers):
-        made |= {
+        shapes |= {
             f"model.layers.{layer}.{name}.weight": shape
             for name, shape in (("input_layernorm", (8,)), ("mlp.up_proj", (12, 8)), ("mlp.experts.7.up_proj", (4, 8)))
         }
-    return {name: np.ones(shape, np.float32) for name, shape in made.items()} | {
+    return {name: np.ones(shape, np.float32) for name, shape in shapes.items()} | {
         name.replace("__", "."): value for name, value in changes.items()
     }
 

@@ -23,8 +23,8 @@ ENTRY = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
 DATA = bytes(24)
 
 
-def places(found: dict[str, TensorPlace]) -> list:
-    return [asdict(place) for place in found.values()]
+def places(tensor_places: dict[str, TensorPlace]) -> list:
+    return [asdict(place) for place in tensor_places.values()]
 
 
 def poke(file: Path, position: int, byte: int) -> None:

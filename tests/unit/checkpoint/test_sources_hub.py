@@ -77,8 +77,8 @@ class User:
         folder.mkdir(exist_ok=True)
 
     def environment(self, **changes: str) -> dict[str, str]:
-        kept = {name: value for name, value in os.environ.items() if not _is_the_hubs(name)}
-        return {**kept, "HF_HOME": str(self.folder / "home"), "HF_ENDPOINT": self.hub.url, **changes}
+        variables = {name: value for name, value in os.environ.items() if not _is_the_hubs(name)}
+        return {**variables, "HF_HOME": str(self.folder / "home"), "HF_ENDPOINT": self.hub.url, **changes}
 
     def start(self) -> subprocess.Popen:
         return subprocess.Popen(
@@ -146,12 +146,12 @@ def test_only_the_files_that_are_needed_come_and_the_commit_is_recorded(user: Us
     names = ["README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
     assert actual.commit == commit and actual.source == f"hf:{NAME}" and sorted(actual.sha256) == names
     assert {path.name: sha256_file(path) for path in folder_of(user.out).iterdir()} == actual.sha256
-    asked = [
+    paths = [
         request.path
         for request in hub.requests
         if not request.path.startswith((f"/api/models/{NAME}", f"/{NAME}/resolve/", "/cdn/"))
     ]
-    assert not asked, "no telemetry, no list of agents: nothing but this model"
+    assert not paths, "no telemetry, no list of agents: nothing but this model"
     assert sorted(path.name for path in user.snapshots.joinpath(commit).iterdir()) == names
     manifest = json.loads(resolve_fetched(user.out, user.out.with_name("checkpoint.json")).read_text())
     assert (manifest["commit"], manifest["folder"]) == (commit, "checkpoint")
@@ -224,12 +224,12 @@ def test_locked_another_commit_is_refused_before_its_weights_come(user: User, hu
     user.lock(f"hf:{NAME}@main", first)
     second = hub.repositories[NAME].commit(model(**{"model.safetensors": weights(1)}))
     hub.repositories[NAME].refs["dev"] = second
-    both = (
+    commits = (
         f"fetch: commit differs: {first} -> {second}; locked by locks/m.lock.json: undo the change, or "
         f"run without locked and `lockstep lock` again"
     )
     for source in (f"hf:{NAME}@{second}", f"hf:{NAME}@dev"):
-        assert user.error(source, 2, True, kind=CheckError) == both
+        assert user.error(source, 2, True, kind=CheckError) == commits
     assert not hub.asked("/cdn/")
     assert user.fetch(f"hf:{NAME}@{first}", 2, True).commit == first, "another name of the same commit is none"
 
@@ -257,8 +257,8 @@ def test_a_first_config_of_a_model_on_the_hub_asks_for_its_config_alone(user: Us
         config = load(user.folder / "my.yaml")
         assert config.models["tiny"].source == source and config.limits.max_seq_len == 256
         (user.folder / "my.yaml").unlink()
-    asked = {request.path.rpartition("/")[2] for request in hub.requests if "/resolve/" in request.path}
-    assert asked == {"config.json"}
+    files = {request.path.rpartition("/")[2] for request in hub.requests if "/resolve/" in request.path}
+    assert files == {"config.json"}
     process = fork_server.run("lockstep", ("init", "hf:acme/none"), user.folder, user.environment(), 120)
     assert process.returncode == 2 and process.stderr.count("\n") == 1
     assert "hf:acme/none: expected a model on" in process.stderr and not list(user.folder.glob("*.yaml"))
@@ -354,9 +354,9 @@ def test_a_gated_model(user: User, hub: HubServer) -> None:
     hub.model(NAME, model())
     hub.repositories[NAME].token = "hf_secret"
     hub.repositories[NAME].gated = True
-    asked = f"hf:{NAME}: expected access to this gated model, found none; ask for it on {hub.url}/{NAME}, then "
-    assert user.error() == asked + "log in with `hf auth login` or set HF_TOKEN"
-    assert user.error(HF_TOKEN="hf_other") == asked + "use a token that may read it"
+    message = f"hf:{NAME}: expected access to this gated model, found none; ask for it on {hub.url}/{NAME}, then "
+    assert user.error() == message + "log in with `hf auth login` or set HF_TOKEN"
+    assert user.error(HF_TOKEN="hf_other") == message + "use a token that may read it"
 
 
 def test_no_such_model_and_no_such_revision(user: User, hub: HubServer) -> None:

@@ -44,9 +44,9 @@ def json_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[Any
 
 
 def test_targets(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found, code = json_of(capsys, "targets")
-    one = {"name": TARGET, "model": "demo-llama", "precision": "fp16", "layers": "all", "backend": "onnxruntime"}
-    assert code == 0 and len(found["targets"]) == 18 and one in found["targets"]
+    document, code = json_of(capsys, "targets")
+    target = {"name": TARGET, "model": "demo-llama", "precision": "fp16", "layers": "all", "backend": "onnxruntime"}
+    assert code == 0 and len(document["targets"]) == 18 and target in document["targets"]
 
 
 def test_generate_with_a_file_is_json_already(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,29 +56,29 @@ def test_generate_with_a_file_is_json_already(project: Path, capsys: pytest.Capt
 
 
 def test_summary(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found, code = json_of(capsys, "summary")
-    assert code == 0 and [row["verdict"] for row in found["targets"]] == ["not run"] * 18
+    document, code = json_of(capsys, "summary")
+    assert code == 0 and [row["verdict"] for row in document["targets"]] == ["not run"] * 18
 
 
 def test_report(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found, code = json_of(capsys, "report")
-    assert code == 0 and found == {"report": "results/report/index.html", "summary": "results/summary.json"}
-    assert all(Path(path).is_file() for path in found.values())
+    document, code = json_of(capsys, "report")
+    assert code == 0 and document == {"report": "results/report/index.html", "summary": "results/summary.json"}
+    assert all(Path(path).is_file() for path in document.values())
 
 
 @pytest.mark.exports
 def test_bundle(project: Path, demo: Results, capsys: pytest.CaptureFixture[str]) -> None:
     recorded(demo, project / "results")
-    found, code = json_of(capsys, "bundle", TARGET, "--out", "demo.tar")
+    document, code = json_of(capsys, "bundle", TARGET, "--out", "demo.tar")
     about = {"path": "demo.tar", "sha256": sha256_file("demo.tar"), "size": Path("demo.tar").stat().st_size}
-    assert code == 0 and found == {"target": TARGET, "weights": False, **about}
+    assert code == 0 and document == {"target": TARGET, "weights": False, **about}
 
 
 def test_lock(project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the checks of a finished model: tests/workflow/test_locks.py has them."""
     monkeypatch.setattr("lockstep.provenance.lock_update.collect", lambda results, model: Lock(model, {}, {}))
-    found, code = json_of(capsys, "lock")
-    (entry,) = found["locks"]
+    document, code = json_of(capsys, "lock")
+    (entry,) = document["locks"]
     path = Path("locks/demo-llama.lock.json")
     about = {"path": str(path), "sha256": sha256_file(path), "size": path.stat().st_size}
     assert code == 0 and entry == {"model": "demo-llama", "changes": [], **about}
@@ -90,30 +90,30 @@ def test_triton_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     write_repository(Repository((sys.executable, "--unix", str(socket)), socket, 4), repository)
     assert json_of(capsys, "triton", "--check", repository) == ({"repository": str(repository), "faults": []}, 0)
     (repository / "ensemble" / "config.pbtxt").unlink()
-    found, code = json_of(capsys, "triton", "--check", repository)
-    (fault,) = found["faults"]
+    document, code = json_of(capsys, "triton", "--check", repository)
+    (fault,) = document["faults"]
     assert code == 1 and "ensemble/config.pbtxt" in fault
 
 
 def test_explain(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found, code = json_of(capsys, "explain", TARGET)
-    assert code == 0 and found["target"] == TARGET
-    steps = {step["stage"]: step for step in found["steps"]}
+    document, code = json_of(capsys, "explain", TARGET)
+    assert code == 0 and document["target"] == TARGET
+    steps = {step["stage"]: step for step in document["steps"]}
     assert steps["golden"]["reasons"] == [f"{steps['golden']['output']} is not there"]
 
 
 def test_verify_fails_with_its_document(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found, code = json_of(capsys, "verify")
-    (finding,) = found["findings"]
-    assert code == 1 and found["same"] == 0 and found["locks"] == []
+    document, code = json_of(capsys, "verify")
+    (finding,) = document["findings"]
+    assert code == 1 and document["same"] == 0 and document["locks"] == []
     assert finding == {"status": "unknown", "name": "config.json", "reason": "no statement names it"}
 
 
 def test_cache(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = project / "cache"
     shared_cache.convert(shared_cache.checkpoint(project), project / "made", folder)
-    found, code = json_of(capsys, "cache", "prune", "--cache", folder, "--max-size", "0B")
-    assert code == 0 and found["dropped"]["entries"] == 1 and found["left"]["num_entries"] == 0
+    document, code = json_of(capsys, "cache", "prune", "--cache", folder, "--max-size", "0B")
+    assert code == 0 and document["dropped"]["entries"] == 1 and document["left"]["num_entries"] == 0
 
 
 def test_reproduce(project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,10 +155,10 @@ def test_doctor_takes_a_module_without_a_file_as_installed(monkeypatch: pytest.M
 
 def test_doctor_sizes_a_model_as_the_rules_do() -> None:
     run("init", DEMO)
-    found = json.loads(run("doctor", "demo-llama.yaml", "--json")[1])["models"]["demo-llama"]
+    sizes = json.loads(run("doctor", "demo-llama.yaml", "--json")[1])["models"]["demo-llama"]
     actual = (DEMO / "model.safetensors").stat().st_size / 2  # fp16
-    assert 0.5 < found["parameters"] / actual < 2
-    assert {"export", "validate", "golden", "served"} < {*found["seconds"]}
+    assert 0.5 < sizes["parameters"] / actual < 2
+    assert {"export", "validate", "golden", "served"} < {*sizes["seconds"]}
     text = run("doctor", "demo-llama.yaml")[1]
     assert re.search(r"about \d+ min on \d+ cores \(\w+ \d+%, \w+ \d+%", text)
 
@@ -169,11 +169,11 @@ def test_the_times_of_a_run_are_about_those_that_were_measured(monkeypatch: pyte
     config = load(ROOT / "config" / "smollm2.yaml")
     assert 15 < sum(seconds_by_stage(config, "smollm2", 134_500_000, 30).values()) / 60 < 60
     rules = "".join(path.read_text() for path in (ROOT / "workflow" / "rules").glob("*.smk"))
-    asked = [(float(base), float(factor)) for base, factor in re.findall(r"mem_mb=memory\((\d+), ([\d.]+)\)", rules)]
+    formulas = [(float(base), float(factor)) for base, factor in re.findall(r"mem_mb=memory\((\d+), ([\d.]+)\)", rules)]
     quantized = doctor_command.QUANTIZED_PER_BYTE
-    assert max(factor for _, factor in asked) == quantized
-    assert sorted({factor for _, factor in asked})[-2] == doctor_command.JOB_PER_BYTE
-    assert {base for base, factor in asked if factor >= doctor_command.JOB_PER_BYTE} == {
+    assert max(factor for _, factor in formulas) == quantized
+    assert sorted({factor for _, factor in formulas})[-2] == doctor_command.JOB_PER_BYTE
+    assert {base for base, factor in formulas if factor >= doctor_command.JOB_PER_BYTE} == {
         doctor_command.JOB_NBYTES / 1e6
     }
 

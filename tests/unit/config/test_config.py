@@ -180,10 +180,10 @@ def test_a_mistake_gives_one_line_that_names_the_key(tmp_path, old, new, expecte
     check(message(tmp_path / "config.yaml", FULL.replace(old, new)), expected)
 
 
-def check(said: str, expected: str) -> None:
+def check(message: str, expected: str) -> None:
     """Hold a message to its parts, the first of which opens it."""
-    first, *others = expected.split(" ... ")
-    assert said.startswith(first) and all(part in said for part in others), said
+    first, *parts = expected.split(" ... ")
+    assert message.startswith(first) and all(part in message for part in parts), message
 
 
 @pytest.mark.parametrize(("text", "expected"), [
@@ -241,9 +241,9 @@ def test_merged_config_reads_its_files_again_strictly(tmp_path):
 
 def test_numbers_of_the_command_line_are_numbers_in_mappings_too():
     """Snakemake leaves them text there: `--config limits='{max_batch_size: 8}'`."""
-    given = {"limits": {"max_batch_size": "8"}, "check_server": False}
+    overrides = {"limits": {"max_batch_size": "8"}, "check_server": False}
     merged = {**SMALLEST, "limits": {"max_batch_size": "8", "max_seq_len": 64, "max_input_len": 32}}
-    config = load_merged(merged, [], options=given)
+    config = load_merged(merged, [], options=overrides)
     assert (config.limits.max_batch_size, config.limits.max_seq_len) == (8, 64)
     with pytest.raises(InputError, match="^config: limits.max_batch_size: expected an integer; found '8'"):
         load_merged(merged, [])  # of a file
@@ -371,14 +371,14 @@ def test_tensorrt_computes_in_every_precision():
 
 
 def test_a_model_may_have_tolerances_of_its_own():
-    own = {**SMALLEST["models"]["m"], "tolerances": {"fp16": {"logits": 0.15}}}
-    config = load({"models": {"own": own, "m": SMALLEST["models"]["m"]}, "tolerances": {"fp16": {"block": 0.02}}})
+    model = {**SMALLEST["models"]["m"], "tolerances": {"fp16": {"logits": 0.15}}}
+    config = load({"models": {"own": model, "m": SMALLEST["models"]["m"]}, "tolerances": {"fp16": {"block": 0.02}}})
     assert config.tolerance("own", "fp16") == Tolerances("fp16", noise=6, block=0.02, logits=0.15)
     assert config.tolerance("m", "fp16") == Tolerances("fp16", noise=6, block=0.02)
     assert config.tolerance("own", "fp32") == config.tolerance("m", "fp32") == Tolerances("fp32")
     assert load(config.dump()) == config
     with pytest.raises(InputError, match=r"models.own.tolerances.fp16.logits: expected .* found 0"):
-        load({"models": {"own": {**own, "tolerances": {"fp16": {"logits": 0}}}}})
+        load({"models": {"own": {**model, "tolerances": {"fp16": {"logits": 0}}}}})
 
 
 DEVICES = {
@@ -438,8 +438,8 @@ def test_a_mistake_in_the_devices_is_one_line(devices, model, expected):
 def test_a_run_is_for_a_device_of_the_config():
     config = load(with_devices(DEVICES))
     assert config.check_device(None) is None and config.check_device("l4") == "l4"
-    for other, found in ((config, "h100, l4, arm"), (load(SMALLEST), "none, for the config has no devices")):
-        with pytest.raises(InputError, match=rf"^device: expected one of {found}; found 'b'$"):
+    for other, devices in ((config, "h100, l4, arm"), (load(SMALLEST), "none, for the config has no devices")):
+        with pytest.raises(InputError, match=rf"^device: expected one of {devices}; found 'b'$"):
             other.check_device("b")
 
 

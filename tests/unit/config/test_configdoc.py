@@ -41,8 +41,8 @@ def test_the_demo_fits_its_checkpoint_and_the_schema():
 
 
 def test_the_demo_expects_what_its_checkpoint_was_made_to_say():
-    known = json.loads((REPOSITORY / "resources" / "demo-llama" / "expected.json").read_text())
-    texts = {entry["text"]: {2: entry["2"]["new_text"], "all": entry["all"]["new_text"]} for entry in known}
+    expected = json.loads((REPOSITORY / "resources" / "demo-llama" / "expected.json").read_text())
+    texts = {entry["text"]: {2: entry["2"]["new_text"], "all": entry["all"]["new_text"]} for entry in expected}
     prompts = load(FOLDER / "config.yaml").models["demo-llama"].golden.prompts
     assert len(prompts) == 4
     for prompt in prompts:

@@ -183,6 +183,6 @@ def test_no_default_of_transformers_is_refused():
                 default = json.loads(CONFIG_MAPPING[model_type]().to_json_string(use_diff=False))
         except Exception:  # a class that refuses its own defaults
             continue
-        if found := model_config.first_error(default):
-            refused[model_type] = found
+        if error := model_config.first_error(default):
+            refused[model_type] = error
     assert not refused

@@ -242,13 +242,13 @@ def logits_of(folder: Path, precision: str, backend: str, work: Path) -> tuple[n
     lockstep.convert_weights(paths[0], precision, paths[2], paths[1])
     engines = lockstep.build_engines(paths[1], backend, results.engines("m", precision, backend))
     model = Model.open(engines, paths[1], paths[2], max_batch_size=1, max_seq_len=32)
-    held = Weights.open(paths[2])
-    tensors = {name: float32_tensor(array) for name, array in held.dequantized()}
+    weights = Weights.open(paths[2])
+    tensors = {name: float32_tensor(array) for name, array in weights.dequantized()}
     reference = load_tensors(tensors, cut_config(read_json(folder / "config.json"), "all"), "eager", "here")
-    round_activations(reference, held, "all")
+    round_activations(reference, weights, "all")
     with torch.no_grad():
         expected = reference(torch.as_tensor(tokens)[None], use_cache=False).logits[0, -1].numpy()
-    return model.step([Advance(0, tokens, 0)])[0], expected, held
+    return model.step([Advance(0, tokens, 0)])[0], expected, weights
 
 
 @pytest.mark.long
@@ -259,8 +259,8 @@ def logits_of(folder: Path, precision: str, backend: str, work: Path) -> tuple[n
 def test_experts_are_quantised_and_routers_are_not(checkpoint, tmp_path, precision, backend):
     if backend == "openvino":
         pytest.importorskip("openvino", reason="OpenVINO is not installed")
-    actual, expected, held = logits_of(checkpoint, precision, backend, tmp_path)
-    quantized = held.quantization
+    actual, expected, weights = logits_of(checkpoint, precision, backend, tmp_path)
+    quantized = weights.quantization
     assert quantized is not None
     experts = {f"model.layers.{n}.mlp.experts.{e}.{p}_proj.weight" for n in (0, 1) for e in range(8) for p in PARTS}
     assert experts <= quantized.bits.keys() and not any("mlp.gate." in name for name in quantized.bits)
@@ -275,10 +275,10 @@ PARTS = ("gate", "up", "down")
 def test_experts_of_a_quantised_checkpoint_keep_their_integers(checkpoint, tmp_path, name):
     layout = next(item for item in LAYOUTS if item.name == name and item.bits == 4 and item.zero_points)
     numbers = write_packed(checkpoint, tmp_path / "packed", layout)
-    actual, expected, held = logits_of(tmp_path / "packed", "w4a16", "onnxruntime", tmp_path / "results")
-    assert held.quantization is not None
-    assert held.quantization.bits == {name: 4 for name in numbers if name.endswith("_proj.weight")}
-    stored = dict(held.dequantized())
+    actual, expected, weights = logits_of(tmp_path / "packed", "w4a16", "onnxruntime", tmp_path / "results")
+    assert weights.quantization is not None
+    assert weights.quantization.bits == {name: 4 for name in numbers if name.endswith("_proj.weight")}
+    stored = dict(weights.dequantized())
     assert all(np.array_equal(stored[name], array) for name, array in numbers.items())
     assert np.abs(actual - expected).max() < 2e-3  # as above
 

@@ -41,12 +41,14 @@ def write(path: Path, name: str = "llama", **changes) -> Path:
 def test_ids_are_those_of_llama_cpp(tmp_path: Path, kind: str) -> None:
     tokenizer, _ = gguf_tokenizer.tokenizer_of(read_gguf(write(tmp_path / "m.gguf", kind=kind)))
     strings = zip(TABLE["strings"], TABLE["ids"][kind])
-    differ = {text: (found, ids) for text, ids in strings if text and (found := tokenizer.encode(text).ids) != ids}
+    differ = {
+        text: (ids_here, ids) for text, ids in strings if text and (ids_here := tokenizer.encode(text).ids) != ids
+    }
     assert not differ
 
 
 def test_every_pre_tokenizer_is_in_the_table() -> None:
-    assert set(gguf_tokenizer.SPLITS) == {own["pre"] for own in gguf_models.KINDS.values()} - {"default"}
+    assert set(gguf_tokenizer.SPLITS) == {model["pre"] for model in gguf_models.KINDS.values()} - {"default"}
     assert set(TABLE["ids"]) == {*gguf_models.KINDS, "SmolLM2"}
     assert set(gguf_config.MODEL_TYPES) == {name.partition(",")[0] for name in TABLE["logits"]}
 
@@ -190,33 +192,35 @@ def test_a_way_of_quantising_that_is_not_known(tmp_path: Path) -> None:
 
 def test_a_file_that_is_cut_short_or_no_gguf(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf")
-    whole = path.read_bytes()
+    content = path.read_bytes()
     start = min(tensor.offset for tensor in read_gguf(path).tensors)
     for length in (*range(4, start, 997), start):
-        path.write_bytes(whole[:length])
+        path.write_bytes(content[:length])
         with pytest.raises(InputError, match="expected a whole GGUF file at"):
             read_gguf(path, arrays=False)
-    path.write_bytes(whole[:-1])
-    with pytest.raises(InputError, match=f"expected {len(whole)} bytes or more, where .* ends; found {len(whole) - 1}"):
+    path.write_bytes(content[:-1])
+    with pytest.raises(
+        InputError, match=f"expected {len(content)} bytes or more, where .* ends; found {len(content) - 1}"
+    ):
         gguf_model.make(path, tmp_path / "checkpoint")
-    for data, found in (
+    for data, message in (
         (b"", "b''"),
-        (b"PK\3\4" + whole, r"b'PK\\x03\\x04'"),
-        (b"GGUF\0\0\0\3" + whole, "version 50331648"),
+        (b"PK\3\4" + content, r"b'PK\\x03\\x04'"),
+        (b"GGUF\0\0\0\3" + content, "version 50331648"),
     ):
         path.write_bytes(data)
-        with pytest.raises(InputError, match=f"expected .* found {found}"):
+        with pytest.raises(InputError, match=f"expected .* found {message}"):
             read_gguf(path)
 
 
 def test_no_damage_to_a_header_shows_a_traceback(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf")
-    whole = path.read_bytes()
+    content = path.read_bytes()
     chosen = random.Random(0)
     start = min(tensor.offset for tensor in read_gguf(path).tensors)
     refused = 0
     for _ in range(200):
-        data = bytearray(whole)
+        data = bytearray(content)
         for _ in range(chosen.randint(1, 3)):
             data[chosen.choice([chosen.randrange(start), chosen.randrange(start - 1600, start)])] = chosen.randrange(
                 256

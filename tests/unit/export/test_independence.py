@@ -117,10 +117,10 @@ def test_copies_of_all_tokens_get_a_dimension_of_their_own():
 
 @pytest.mark.exports
 def test_a_model_whose_layers_mix_tokens_beyond_some_length_is_refused(monkeypatch):
-    own = modeling_llama.LlamaMLP.forward
+    forward = modeling_llama.LlamaMLP.forward
 
     def mixes(self, x):  # from 5000 tokens on: no numeric gate goes there
-        return own(self, x) + torch.relu(x.abs().sum(1, keepdim=True) - 5000.0)
+        return forward(self, x) + torch.relu(x.abs().sum(1, keepdim=True) - 5000.0)
 
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", mixes)
     with pytest.raises(InputError, match="ReduceSum mixes along the tokens"):
@@ -130,10 +130,10 @@ def test_a_model_whose_layers_mix_tokens_beyond_some_length_is_refused(monkeypat
 @pytest.mark.long
 @pytest.mark.exports
 def test_a_rope_that_reads_the_longest_position_is_refused(monkeypatch):
-    own = modeling_llama.LlamaRotaryEmbedding.forward
+    forward = modeling_llama.LlamaRotaryEmbedding.forward
 
     def switches(self, x, position_ids):
-        cos, sin = own(self, x, position_ids)
+        cos, sin = forward(self, x, position_ids)
         long = position_ids.max() > 100_000
         return torch.where(long, cos * 2, cos), sin
 

@@ -89,12 +89,12 @@ def test_numbers_are_those_of_transformers_to_the_bit(checkpoint, tmp_path):
 def test_engines_take_the_codes_from_the_checkpoints_own_file(checkpoint, tmp_path, backend):
     if backend == "openvino":
         pytest.importorskip("openvino", reason="OpenVINO is not installed")
-    actual, expected, held = logits_of(checkpoint, "w4a16", backend, tmp_path)
-    assert held.quantization is not None and held.quantization.bits == dict.fromkeys(STACKS, 4)
-    stored = dict(held.dequantized())
+    actual, expected, loaded = logits_of(checkpoint, "w4a16", backend, tmp_path)
+    assert loaded.quantization is not None and loaded.quantization.bits == dict.fromkeys(STACKS, 4)
+    stored = dict(loaded.dequantized())
     for name in STACKS:
         assert stored[name].tobytes() == numbers(checkpoint, name).numpy().tobytes(), name
-        assert {held.location(f"{name}.{part}")[0] for part in ("data", "scales")} == {(checkpoint / FILE).resolve()}
+        assert {loaded.location(f"{name}.{part}")[0] for part in ("data", "scales")} == {(checkpoint / FILE).resolve()}
     assert np.abs(actual - expected).max() < 1e-4  # fp32 in another order, logits near 1
     results = Results(tmp_path)
     # fmt: skip

@@ -130,10 +130,10 @@ def forget_rows_from(row):
             if node.op_type == "Less" and any("range" in name for name in node.input)
         )
         rows = next(name for name in node.input if "range" in name)
-        given = node.output[0]
+        source = node.output[0]
         node.output[0] = "filled"
         graph.initializer.append(numpy_helper.from_array(np.array(row), "row"))
-        graph.node.insert(index + 1, onnx.helper.make_node("And", ["filled", "kept"], [given]))
+        graph.node.insert(index + 1, onnx.helper.make_node("And", ["filled", "kept"], [source]))
         graph.node.insert(index + 1, onnx.helper.make_node("Less", [rows, "row"], ["kept"]))
 
     return change
@@ -210,10 +210,10 @@ def test_positions_are_right_up_to_the_last(far, at, phase):
     assert measure(with_graph(far, graph, change_input("position_ids", "Min", at))).error > 10 * EXPORT
 
 
-def swap(layer, one, other):
+def swap(layer, first, other):
     def change(layers):
         slots = layers[layer].block.slots
-        slots[one], slots[other] = slots[other], slots[one]
+        slots[first], slots[other] = slots[other], slots[first]
 
     return change
 
@@ -254,11 +254,11 @@ def test_a_fault_in_the_export_is_a_refusal_that_says_so(assembled):
 
 @pytest.mark.long
 def test_a_model_that_traces_without_complaint_but_attends_otherwise_is_refused(tmp_path, monkeypatch):
-    own = modeling_llama.eager_attention_forward
+    attention = modeling_llama.eager_attention_forward
 
     # what the attention interface is told is not what is done
     def sharper(module, query, key, value, attention_mask, scaling, **options):
-        return own(module, query, key, value, attention_mask, scaling * 1.05, **options)
+        return attention(module, query, key, value, attention_mask, scaling * 1.05, **options)
 
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", sharper)
     config = {**FAMILIES["llama"].config, "num_hidden_layers": 2}

@@ -229,8 +229,8 @@ def test_the_engine_rounds_activations_as_the_reference_does(bits, group):
         assert (np.abs(actual - expected) / scale).max() < 1e-5
     together = run(engine, hidden)
     counts = (1, 2, 3, 5, 8, 33)
-    kept = all(np.array_equal(run(engine, hidden[-count:]), together[-count:]) for count in counts)
-    assert kept or not rows_keep_their_bits(bits, group, open_session)
+    is_equal = all(np.array_equal(run(engine, hidden[-count:]), together[-count:]) for count in counts)
+    assert is_equal or not rows_keep_their_bits(bits, group, open_session)
 
 
 def test_the_graph_rounds_rows_to_e4m3_as_the_reference_does(tmp_path):
@@ -258,9 +258,9 @@ def test_the_graph_rounds_rows_to_e4m3_as_the_reference_does(tmp_path):
         OnnxRuntimeBackend().load(engine, slots, None, False).bind(Arrays(w=codes, s=scales), {"w": ["w"], "s": ["s"]})
     )
     for count in (1, 2, 5, rows):
-        given = {"x": hidden[-count:]}
+        feeds = {"x": hidden[-count:]}
         results = {name: np.empty((count, size), np.float32) for name, size in (("y", out), ("x/fp8/rounded", columns))}
-        run.prepare(given, results)()
+        run.prepare(feeds, results)()
         assert np.array_equal(results["y"], actual["y"][-count:])
 
 

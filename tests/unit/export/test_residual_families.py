@@ -34,8 +34,8 @@ def test_the_stream_is_wide_and_the_computation_the_same(family: str) -> None:
     wide = {name: widened(onnx.ModelProto.FromString(data), TensorProto.FLOAT16) for name, data in files.items()}
 
     def of(graph):
-        found = signature_of(wide[graph.file].graph, [slot.name for slot in graph.signature.slots])
-        return replace(graph, signature=found)
+        signature = signature_of(wide[graph.file].graph, [slot.name for slot in graph.signature.slots])
+        return replace(graph, signature=signature)
 
     small = parity.Small(
         config,

@@ -22,8 +22,8 @@ CONFIG = FAMILIES["gpt_oss"].config
 @pytest.mark.exports
 def test_sinks_come_behind_the_numbers_of_their_head(tmp_path):
     export_config(CONFIG, "fp16", tmp_path)
-    found = Assembly.load(tmp_path / "assembly.json")
-    for variant in found.variants.values():
+    assembly = Assembly.load(tmp_path / "assembly.json")
+    for variant in assembly.variants.values():
         assert variant.sinks and variant.query_dim == variant.head_dim + 1
         assert why_not_fused(variant, "float16") is None
         for graph in variant.phases().values():

@@ -49,11 +49,11 @@ def test_the_ids_of_a_made_tokenizer_are_the_models(tmp_path, monkeypatch, capfd
     line = error_of(resolve, str(folder), folder, tmp_path / "checkpoint.json")
     assert line.endswith(f"make it from the tokenizer's other files: python -m lockstep.export.slow_tokenizer {folder}")
     run(monkeypatch, folder)
-    made = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     expected = own(folder / name)
     for text in TEXTS:
         ids = expected.encode(text).ids
-        assert made.encode(text).ids == ids and made.decode(ids) == expected.decode(ids), text
+        assert tokenizer.encode(text).ids == ids and tokenizer.decode(ids) == expected.decode(ids), text
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     assert (settings["bos_token"], settings["eos_token"]) == ("<s>", "</s>")
     resolve_architecture(str(folder), folder, tmp_path / "architecture.json")

@@ -166,8 +166,8 @@ def test_unique_and_fully_traced_files_are_the_same_bytes(config):
     meta = meta_model(config, "fp32")
     unique = assemble(meta, config, "fp32")
     assert unique == assemble(meta, config, "fp32", traced=traced_whole(meta))
-    more = {"middle_2", "exit_2"} if config["model_type"] == "qwen3_moe" else set()
-    assert set(unique[1].classes) == {"entry", "middle", "exit", "embedding", *more}
+    extra_files = {"middle_2", "exit_2"} if config["model_type"] == "qwen3_moe" else set()
+    assert set(unique[1].classes) == {"entry", "middle", "exit", "embedding", *extra_files}
 
 
 def traced_whole(meta) -> unique_layers.TracedModel:

@@ -22,15 +22,15 @@ class Assigned(torch.nn.Module):
     def forward(self, x):
         keys = x.new_empty(x.shape)
         middle = x.clone()
-        others = x.clone()
+        result = x.clone()
         rows = x.clone()
         keys[..., :3] = 2 * x[..., :3]
         keys[..., 3:] = 3 * x[..., :5]
         middle[..., 2:5] = 2 * x[..., :3]
         middle[..., -2:] = 3 * x[..., :2]
-        others[..., ::2] = 2 * x[..., :4]
+        result[..., ::2] = 2 * x[..., :4]
         rows[:, 1:2] = 5
-        return keys, middle, others, rows
+        return keys, middle, result, rows
 
 
 def test_an_assigned_slice_stands_between_what_is_left() -> None:

@@ -98,8 +98,10 @@ WRAPPERS = {
 
 def write_wrapper(config: dict, folder: Path) -> torch.nn.Module:
     """Write a checkpoint of the whole wrapper, its language model with lifelike weights; return the wrapper."""
-    made = CONFIG_MAPPING[config["model_type"]].from_dict(config)
-    wrapper = AutoModelForMultimodalLM.from_config(made, attn_implementation="eager", dtype=torch.float32).eval()
+    wrapper_config = CONFIG_MAPPING[config["model_type"]].from_dict(config)
+    wrapper = AutoModelForMultimodalLM.from_config(
+        wrapper_config, attn_implementation="eager", dtype=torch.float32
+    ).eval()
     language = AutoModelForCausalLM.from_config(
         cut_config(config, "all"), attn_implementation="eager", dtype=torch.float32
     ).eval()
@@ -177,9 +179,9 @@ def test_tensors_of_towers_are_told_from_those_of_the_language_model():
         "vision_tower.layers.0.weight": 3,
         "multi_modal_projector.linear.weight": 4,
     }
-    kept, others = language_tensors(tensors)
-    assert kept == {"model.norm.weight": 1, "lm_head.weight": 2}
-    assert others == ("multi_modal_projector.linear.weight", "vision_tower.layers.0.weight")
+    language, towers = language_tensors(tensors)
+    assert language == {"model.norm.weight": 1, "lm_head.weight": 2}
+    assert towers == ("multi_modal_projector.linear.weight", "vision_tower.layers.0.weight")
     assert language_tensors({"model.norm.weight": 1, "visual.blocks.0.weight": 2})[0] == {"model.norm.weight": 1}
     assert language_tensors({"bert.encoder.layer.0.weight": 1}) == ({"bert.encoder.layer.0.weight": 1}, ())
 

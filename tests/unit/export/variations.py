@@ -82,17 +82,17 @@ def variation(seed: int) -> dict[str, Any]:
 
 
 def _windows(draw: random.Random, default: dict[str, Any]) -> dict[str, Any]:
-    made: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if "sliding_window" in default:
-        made["sliding_window"] = draw.choice((None, *_WINDOWS))
+        options["sliding_window"] = draw.choice((None, *_WINDOWS))
     if "use_sliding_window" in default:
-        made |= {"use_sliding_window": draw.random() < 0.7, "max_window_layers": draw.choice((0, 1, 3))}
-    if "layer_types" in default and made.get("sliding_window"):
+        options |= {"use_sliding_window": draw.random() < 0.7, "max_window_layers": draw.choice((0, 1, 3))}
+    if "layer_types" in default and options.get("sliding_window"):
         kinds = [draw.choice(("sliding_attention", "full_attention")) for _ in range(_LAYERS)]
-        made |= {"layer_types": kinds} if draw.random() < 0.7 else {}
+        options |= {"layer_types": kinds} if draw.random() < 0.7 else {}
     if "no_rope_layers" in default:
-        made["no_rope_layers"] = [draw.choice((0, 1)) for _ in range(_LAYERS)]
-    return made
+        options["no_rope_layers"] = [draw.choice((0, 1)) for _ in range(_LAYERS)]
+    return options
 
 
 def _experts(draw: random.Random, default: dict[str, Any]) -> dict[str, Any]:
@@ -101,22 +101,22 @@ def _experts(draw: random.Random, default: dict[str, Any]) -> dict[str, Any]:
         return {}
     count = draw.choice((4, 8))
     groups = draw.choice((1, 2))
-    taken = draw.choice((1, 2, 3))
-    made: dict[str, Any] = {key: count, "num_experts_per_tok": taken}
+    top_k = draw.choice((1, 2, 3))
+    options: dict[str, Any] = {key: count, "num_experts_per_tok": top_k}
     if "n_group" in default:  # groups with fewer experts than are taken leave ties, which libraries break differently
-        made |= {"n_group": groups, "topk_group": 1 if taken <= count // groups else groups}
+        options |= {"n_group": groups, "topk_group": 1 if top_k <= count // groups else groups}
     if "moe_intermediate_size" in default:
-        made["moe_intermediate_size"] = 24
+        options["moe_intermediate_size"] = 24
     if "shared_expert_intermediate_size" in default:
-        made["shared_expert_intermediate_size"] = draw.choice((16, 24))
-    return made
+        options["shared_expert_intermediate_size"] = draw.choice((16, 24))
+    return options
 
 
 def _ropes(draw: random.Random, config: dict[str, Any], default: dict[str, Any], width: int) -> dict[str, Any]:
     """Return RoPE settings, one for each layer type where the class has several."""
-    found = default["rope_parameters"]
-    if isinstance(found, dict) and found and all(isinstance(value, dict) for value in found.values()):
-        return {kind: _rope(draw, width) for kind in found}
+    parameters = default["rope_parameters"]
+    if isinstance(parameters, dict) and parameters and all(isinstance(value, dict) for value in parameters.values()):
+        return {kind: _rope(draw, width) for kind in parameters}
     return {**_rope(draw, width), **({} if "partial_rotary_factor" not in config else {
         "partial_rotary_factor": config["partial_rotary_factor"]
     })}  # fmt: skip
@@ -124,15 +124,15 @@ def _ropes(draw: random.Random, config: dict[str, Any], default: dict[str, Any],
 
 def _rope(draw: random.Random, width: int) -> dict[str, Any]:
     kind = draw.choice(("default", "default", "linear", "llama3", "yarn", "longrope", "dynamic"))
-    made: dict[str, Any] = {"rope_type": kind, "rope_theta": draw.choice((100.0, 10000.0, 1e6))}
+    parameters: dict[str, Any] = {"rope_type": kind, "rope_theta": draw.choice((100.0, 10000.0, 1e6))}
     if kind != "default":
-        made["factor"] = draw.choice((2.0, 8.0))
+        parameters["factor"] = draw.choice((2.0, 8.0))
     if kind in ("llama3", "yarn", "longrope"):
-        made["original_max_position_embeddings"] = draw.choice((32, 80))
+        parameters["original_max_position_embeddings"] = draw.choice((32, 80))
     if kind == "llama3":
-        made |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        parameters |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     if kind == "yarn":
-        made |= draw.choice(({}, {"mscale": 1.0, "mscale_all_dim": 0.7}, {"truncate": False}))
+        parameters |= draw.choice(({}, {"mscale": 1.0, "mscale_all_dim": 0.7}, {"truncate": False}))
     if kind == "longrope":
-        made |= {"short_factor": [1.0 + n / 9 for n in range(width // 2)], "long_factor": [3.0] * (width // 2)}
-    return made
+        parameters |= {"short_factor": [1.0 + n / 9 for n in range(width // 2)], "long_factor": [3.0] * (width // 2)}
+    return parameters

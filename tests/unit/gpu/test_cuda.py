@@ -347,9 +347,9 @@ def test_prompts_are_graphs_of_their_parts_and_whole_where_they_come_often(refer
         release(0, 1, 2, 3)
 
     def again(decoding: Sequence[int], **prompts: int) -> tuple[int, int]:
-        taken = step(decoding, **prompts)
+        results = step(decoding, **prompts)
         release(*(int(slot[1:]) for slot in prompts))
-        return taken
+        return results
 
     often(1 + 2 * layers, *(functools.partial(again, (), s2=first, s3=32 - first) for first in (7, 9, 12, 8)))
     step((), s0=5, s1=25)

@@ -191,9 +191,9 @@ def aligned(host: np.ndarray) -> np.ndarray:
     """A copy that starts where 16 bytes do."""
     room = np.empty(host.nbytes + 16, np.uint8)
     start = -room.ctypes.data % 16
-    found = room[start : start + host.nbytes].view(host.dtype).reshape(host.shape)
-    found[:] = host
-    return found
+    array = room[start : start + host.nbytes].view(host.dtype).reshape(host.shape)
+    array[:] = host
+    return array
 
 
 def pointer(array: np.ndarray) -> ctypes.c_void_p:
@@ -237,18 +237,18 @@ class ExpertRows:
         self.tiles = aligned(np.full((self.most + 1, 4), -7, np.int32))
         library(SORT, 1024).run_sort(*map(pointer, (ids, self.order, self.tiles)), self.experts, tile_rows, ids.size)
 
-    def check(self, run, outputs: int, given: Sequence[np.ndarray], sizes: Sequence[int], expected) -> None:
+    def check(self, run, outputs: int, inputs: Sequence[np.ndarray], sizes: Sequence[int], expected) -> None:
         """expected: of an expert and the row [1, columns], its outputs in float32."""
         outs = sizes[0]
         count = self.numbers.size
         assert sorted(self.order[:-1]) == list(range(count)) and self.order[-1] == -7 and (self.tiles[-1] == -7).all()
         assert np.array_equal(self.numbers[self.order[:-1]], np.sort(self.numbers))
-        found = aligned(np.full((count + 1, outs), 7, self.x.dtype))
+        out = aligned(np.full((count + 1, outs), 7, self.x.dtype))
         out_blocks = -(-outs // outputs)
-        arrays = map(pointer, (*given, self.x, found, self.order, self.tiles))
+        arrays = map(pointer, (*inputs, self.x, out, self.order, self.tiles))
         run(self.most * out_blocks, *arrays, self.per_token, *sizes, out_blocks)
         rows = [expected(self.numbers[row], self.x[[row // self.per_token]])[0] for row in range(count)]
-        assert np.array_equal(found[:-1], np.array(rows).astype(found.dtype)) and (found[-1] == 7).all()
+        assert np.array_equal(out[:-1], np.array(rows).astype(out.dtype)) and (out[-1] == 7).all()
 
 
 TILES = ((8, 128, 32), (16, 128, 32), (64, 256, 128), (128, 256, 128))  # rows, threads, outputs
@@ -263,9 +263,9 @@ def test_rows_of_experts_are_accumulated_in_order(library, kernel, dtype, tile_r
     outs = 40
     columns = 328
     stack = (np.random.default_rng(0).standard_normal((rows.experts, outs, columns)) / 8).astype(dtype)
-    given = [aligned(stack if kernel == "experts" else stack.swapaxes(1, 2))]
+    stacks = [aligned(stack if kernel == "experts" else stack.swapaxes(1, 2))]
     run = getattr(library(EXPERTS, threads, dtype), f"run_{kernel}_{tile_rows}")
-    rows.check(run, outputs, given, (outs, columns), lambda expert, x: in_order(x, stack[expert], range(columns)))
+    rows.check(run, outputs, stacks, (outs, columns), lambda expert, x: in_order(x, stack[expert], range(columns)))
 
 
 @pytest.mark.long
@@ -355,7 +355,7 @@ def in_order(x: np.ndarray, weight: np.ndarray, columns: Iterable[int]) -> np.nd
     return sums
 
 
-def check(found: Sequence[np.ndarray], expected: np.ndarray, ends: Sequence[int]) -> None:
-    for part, low, high in zip(found, ends, ends[1:]):
+def check(results: Sequence[np.ndarray], expected: np.ndarray, ends: Sequence[int]) -> None:
+    for part, low, high in zip(results, ends, ends[1:]):
         assert np.array_equal(part[:-1], expected[:, low:high].astype(part.dtype))
         assert (part[-1] == 7).all()

@@ -107,7 +107,7 @@ def test_the_kernels_keep_what_the_reference_rounds_to(kernels):
     key, value = (heads_of_all_sizes(random, tokens, 3, size) for size in (dim, value_dim))
     value[7, 2, 3] = np.inf
     angles = random.standard_normal((tokens, dim)).astype(np.float32)
-    own = np.cos(angles)
+    first_weight = np.cos(angles)
     other = np.sin(angles)
     partner = np.roll(np.arange(dim, dtype=np.int32), dim // 2)
     rows = np.zeros(tokens, np.int32)
@@ -115,20 +115,22 @@ def test_the_kernels_keep_what_the_reference_rounds_to(kernels):
     rows[5] = -1
     table = np.array([[4, 0, 2]], np.int32)
     keys, values = (np.full((5, 3, 64 * (size + 1)), 0x7E, np.uint8) for size in (dim, value_dim))
-    given = key.astype(np.float32), value, keys, values, own, other, partner, rows, positions, table
-    kernels.write(tokens, *map(address, given), 3)
+    arrays = key.astype(np.float32), value, keys, values, first_weight, other, partner, rows, positions, table
+    kernels.write(tokens, *map(address, arrays), 3)
     actual = [np.full((3, 3, 64, size), np.nan, np.float16) for size in (dim, value_dim)]
-    held = np.array([tokens - 1], np.int32)
-    kernels.read(1, address(keys), address(values), address(table), 3, address(held), *map(address, actual))
-    product = (key * own[:, None]).astype(np.float32).astype(np.float64)  # a fused product and sum is of one rounding
+    position_array = np.array([tokens - 1], np.int32)
+    kernels.read(1, address(keys), address(values), address(table), 3, address(position_array), *map(address, actual))
+    product = (
+        (key * first_weight[:, None]).astype(np.float32).astype(np.float64)
+    )  # a fused product and sum is of one rounding
     with_rope = (product + key[:, :, partner].astype(np.float64) * other[:, None]).astype(np.float32).astype(np.float16)
     for heads, pages in zip((with_rope, value), actual):
         expected = rounded(torch.from_numpy(heads.astype(np.float32))).numpy()
-        got = pages.swapaxes(1, 2).reshape(-1, 3, heads.shape[2])
-        assert not got[held[0] :].any()
+        rows_read = pages.swapaxes(1, 2).reshape(-1, 3, heads.shape[2])
+        assert not rows_read[position_array[0] :].any()
         full = np.isfinite(heads).all(-1) & (rows >= 0)[:, None]
-        full[held[0] :] = False
-        np.testing.assert_array_equal(got[:tokens][full], expected[full].astype(np.float16))
+        full[position_array[0] :] = False
+        np.testing.assert_array_equal(rows_read[:tokens][full], expected[full].astype(np.float16))
     assert np.isnan(actual[1].swapaxes(1, 2).reshape(-1, 3, value_dim)[7, 2]).all()
     assert not (keys[[1, 3]] != 0x7E).any()
 

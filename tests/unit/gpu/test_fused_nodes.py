@@ -57,8 +57,8 @@ def test_others_stay_as_they_are(tiny):
     for model in (middle, half, other, *axes, future):
         assert fused(model, GroupedAttention()) is model
     assert operators(fused(middle, FuseNorms()))["SimplifiedLayerNormalization"] == 2
-    one = edited(middle, "Sqrt", lambda node: setattr(node, "op_type", "Abs"))
-    assert operators(fused(one, FuseNorms()))["SimplifiedLayerNormalization"] == 1
+    edited_graph = edited(middle, "Sqrt", lambda node: setattr(node, "op_type", "Abs"))
+    assert operators(fused(edited_graph, FuseNorms()))["SimplifiedLayerNormalization"] == 1
 
 
 def test_rope_that_the_node_does_not_know_stays(tiny):

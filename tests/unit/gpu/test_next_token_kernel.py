@@ -89,22 +89,22 @@ def run(
     count, size = logits.shape
     integer = np.int64 if wide else np.int32
     slots = np.arange(count, dtype=np.int32)
-    held = (positions - 1).astype(integer)
+    input_positions = (positions - 1).astype(integer)
     limit = int(positions.max())
-    found = np.full(count, -7, np.int32)
+    next_tokens = np.full(count, -7, np.int32)
     tokens = np.zeros(count, integer)
     nexts = np.zeros(count, integer)
     logits = np.ascontiguousarray(logits, np.float32)
-    arrays = [address(array) for array in (slots, held)]
-    outs = [address(array) for array in (found, tokens, nexts)]
+    arrays = [address(array) for array in (slots, input_positions)]
+    outs = [address(array) for array in (next_tokens, tokens, nexts)]
     inputs = np.zeros(count, integer) if inputs is None else inputs.astype(integer)[::-1].copy()
     at = np.arange(count, dtype=integer)[::-1].copy()
     tables = tables or Tables(count, size)
     pointers = (ctypes.c_void_p * 6)(*(array.ctypes.data for array in vars(tables).values()))
     addresses = address(inputs), address(at), address(samplings), pointers
     kernel.run(count, address(logits), size, *arrays, limit, *addresses, *outs, int(wide))
-    assert tokens.tolist() == np.maximum(found, 0).tolist() and nexts.tolist() == (positions % limit).tolist()
-    return found
+    assert tokens.tolist() == np.maximum(next_tokens, 0).tolist() and nexts.tolist() == (positions % limit).tolist()
+    return next_tokens
 
 
 OFTEN = [case for case in CASES if case.name in ("all-rules", "min-p", "top-k-more", "least-temperature")]
@@ -114,9 +114,9 @@ OFTEN = [case for case in CASES if case.name in ("all-rules", "min-p", "top-k-mo
 def test_tokens_are_those_of_the_definition(kernel, case):
     logits, samplings, choices, positions = rows_of(case, 12)
     records = record(samplings, choices)
-    found = run(kernel, logits, records, positions)
-    check_draws(found, logits, samplings, choices, positions)
-    assert np.array_equal(found, run(kernel, logits, records, positions, wide=True))
+    tokens = run(kernel, logits, records, positions)
+    check_draws(tokens, logits, samplings, choices, positions)
+    assert np.array_equal(tokens, run(kernel, logits, records, positions, wide=True))
 
 
 def test_processed_logits_are_the_hosts_to_the_bit_and_tokens_are_counted_once(kernel):
@@ -162,8 +162,8 @@ def test_rows_that_do_not_sample_or_are_not_finite_stand_beside_those_that_do(ke
     logits[3, 2] = np.inf
     logits[4] = -np.inf
     samplings = [Sampling(), Sampling(), Sampling(1.0), Sampling(1.0, top_p=0.5), Sampling(1.0), Sampling(1.0, top_k=1)]
-    found = run(kernel, logits, record(samplings, [0] * 6), np.arange(1, 7))
-    assert found.tolist() == [int(logits[0].argmax()), 3, -1, -1, -1, int(logits[5].argmax())]
+    tokens = run(kernel, logits, record(samplings, [0] * 6), np.arange(1, 7))
+    assert tokens.tolist() == [int(logits[0].argmax()), 3, -1, -1, -1, int(logits[5].argmax())]
     assert SAMPLING.itemsize == 72 and LOGPROBS.itemsize == 176  # struct Sampling, struct Logprobs
 
 
@@ -181,25 +181,25 @@ def test_what_ranks_tell_of_their_logits_is_what_one_rank_finds(kernel, ranks, c
     logits[5] = -np.inf
     logits[6, columns:] = -np.inf
     slots = np.array([8, 0, 1, 2, 3, 4, 5, -1, 6], np.int32)
-    held = np.arange(9, dtype=np.int64)
-    told = np.full((9, ranks, 2), -7, np.int32)
+    input_positions = np.arange(9, dtype=np.int64)
+    records = np.full((9, ranks, 2), -7, np.int32)
     for rank in range(ranks):
         part = np.ascontiguousarray(logits[:, rank * columns : (rank + 1) * columns])
-        own = np.full((9, 2), -7, np.int32)
-        kernel.tell(9, address(part), columns, rank * columns, address(slots), address(own))
+        record = np.full((9, 2), -7, np.int32)
+        kernel.tell(9, address(part), columns, rank * columns, address(slots), address(record))
         ids, values = largest(part, rank * columns)
-        assert own[:, 1].tolist() == [token if slot >= 0 else -7 for token, slot in zip(ids.tolist(), slots)]
-        assert np.array_equal(own[:, 0].view(np.float32)[slots >= 0], values[slots >= 0])
-        told[:, rank] = own
-    found = np.full(9, -5, np.int32)
+        assert record[:, 1].tolist() == [token if slot >= 0 else -7 for token, slot in zip(ids.tolist(), slots)]
+        assert np.array_equal(record[:, 0].view(np.float32)[slots >= 0], values[slots >= 0])
+        records[:, rank] = record
+    next_tokens = np.full(9, -5, np.int32)
     tokens = np.full(9, -5, np.int64)
     positions = np.full(9, -5, np.int64)
-    outs = [address(array) for array in (found, tokens, positions)]
-    kernel.decide(9, address(told), ranks, address(slots), address(held), 7, *outs, 1)
+    outs = [address(array) for array in (next_tokens, tokens, positions)]
+    kernel.decide(9, address(records), ranks, address(slots), address(input_positions), 7, *outs, 1)
     with np.errstate(invalid="ignore"):
         best = most_likely(logits)
     expected = np.full((3, 9), -5)
     for row, slot in enumerate(slots.tolist()):
         if slot >= 0:
             expected[:, slot] = best[row], max(best[row], 0), row + 1 if row + 1 < 7 else 0
-    assert np.array_equal([found, tokens, positions], expected)
+    assert np.array_equal([next_tokens, tokens, positions], expected)

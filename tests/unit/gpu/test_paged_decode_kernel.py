@@ -78,36 +78,36 @@ def test_rows_attend_to_what_their_pages_hold(tmp_path, kv_heads, group, sizes, 
     options += [f"-I{TESTS}", f"-I{KERNELS}", *(f"-D{name}={value}" for name, value in values.items())]
     subprocess.run([COMPILER, *options, "kernel.cpp", "-o", "kernel.so"], cwd=tmp_path, check=True)
     count = len(lengths)
-    made = Rows(spec, count, -(-max(lengths) // PAGE))
-    caches = made.caches(lengths)
+    paged = Rows(spec, count, -(-max(lengths) // PAGE))
+    caches = paged.caches(lengths)
     rows = np.where(np.array(lengths) > 0, np.arange(count), -1).astype(np.int32)
     positions = np.maximum(0, np.array(lengths) - 1).astype(np.int32)
     out = np.full((count, spec.heads, spec.value_dim), np.nan, np.float16)
     groups = count * kv_heads * -(-group // head_group)
     scratch = [np.zeros(groups * 16 * head_group * size, np.float32) for size in (spec.value_dim, 2)]
-    arrays = made.query, made.key, made.value, out, *caches, made.own, made.other, made.partner, rows, positions
-    scale = ctypes.c_float(made.SCALE * np.log2(np.e))
+    arrays = (paged.query, paged.key, paged.value, out, *caches, paged.own, paged.other, paged.partner, rows, positions)
+    scale = ctypes.c_float(paged.SCALE * np.log2(np.e))
     counters = np.zeros(groups, np.int32)
     kernel = ctypes.CDLL(str(tmp_path / "kernel.so")).run
     kernel(
         shares,
         count,
-        *map(address, (*arrays, made.table)),
-        made.pages_per_row,
+        *map(address, (*arrays, paged.table)),
+        paged.pages_per_row,
         scale,
         *map(address, (*scratch, counters)),
     )
-    with_rope = made.with_rope(made.query, positions, is_key=False)
-    keys = made.with_rope(made.key, positions, is_key=True).astype(np.float16)
+    with_rope = paged.with_rope(paged.query, positions, is_key=False)
+    keys = paged.with_rope(paged.key, positions, is_key=True).astype(np.float16)
     numbers = [heads_of(cache) for cache in caches] if spec.fp8 else caches
-    expected, allowed = made.expected(lengths, with_rope.astype(np.float16), numbers)
+    expected, allowed = paged.expected(lengths, with_rope.astype(np.float16), numbers)
     assert (np.abs(out.astype(np.float64) - expected) <= allowed).all()
     for row in np.flatnonzero(rows >= 0):  # the new token is in its page too
-        page = made.table[row, positions[row] // PAGE]
+        page = paged.table[row, positions[row] // PAGE]
         at = positions[row] % PAGE
-        for cache, new, eps in ((numbers[0], keys[row], 2**-10), (numbers[1], made.value[row], 0)):
-            held = decode(*encode(new)) if spec.fp8 else new
+        for cache, new, eps in ((numbers[0], keys[row], 2**-10), (numbers[1], paged.value[row], 0)):
+            cached_values = decode(*encode(new)) if spec.fp8 else new
             # fp16 may round the key's sum the other way, and e4m3 what came of that.
             np.testing.assert_allclose(
-                cache[page, :, at].astype(np.float32), held, rtol=eps * 128 if spec.fp8 else eps, atol=eps
+                cache[page, :, at].astype(np.float32), cached_values, rtol=eps * 128 if spec.fp8 else eps, atol=eps
             )

@@ -238,19 +238,19 @@ def of_rows(array: np.ndarray) -> np.ndarray:
 def run(kernel: RowKernel, feeds: dict[str, np.ndarray], outputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The outputs. Arrays of rows are in wider ones, whose other numbers stay as they are."""
     arguments: list[Any] = []
-    held: list[np.ndarray] = []
+    arrays: list[np.ndarray] = []
 
     def add(array: np.ndarray, step: int | None = None) -> None:
-        held.append(array)
+        arrays.append(array)
         arguments.append(ctypes.c_void_p(array.ctypes.data))
         if step is not None:
             arguments.append(ctypes.c_int(step))
 
     def wider(array: np.ndarray) -> np.ndarray:
         flat = of_rows(array)
-        made = np.full((len(flat), flat.shape[1] + 16), 7, array.dtype)
-        made[:, : flat.shape[1]] = flat
-        return made
+        padded = np.full((len(flat), flat.shape[1] + 16), 7, array.dtype)
+        padded[:, : flat.shape[1]] = flat
+        return padded
 
     for name, kind in kernel.arguments:
         array = np.ascontiguousarray(feeds[name], np.int32 if kind == CHOICES else None)
@@ -275,12 +275,12 @@ def run(kernel: RowKernel, feeds: dict[str, np.ndarray], outputs: dict[str, np.n
         add(steps[name])
     compiled.compiled_kernel(text)(ctypes.c_int(rows * kernel.blocks), *arguments)
     assert all((array[:, -16:] == 7).all() for array in results.values())
-    found = {name: array[:, :-16].reshape(shapes[name]) for name, array in results.items()}
+    unpadded = {name: array[:, :-16].reshape(shapes[name]) for name, array in results.items()}
     for name in kernel.quantized:
-        numbers, expected = e4m3.rounded(found[name].astype(np.float32))
+        numbers, expected = e4m3.rounded(unpadded[name].astype(np.float32))
         assert np.array_equal(steps[name], expected), name
         assert np.array_equal(codes[name].view(named_dtype("float8_e4m3fn")).astype(np.float32), numbers), name
-    return found
+    return unpadded
 
 
 def compare(model: onnx.ModelProto, kernel: RowKernel) -> None:
@@ -289,12 +289,12 @@ def compare(model: onnx.ModelProto, kernel: RowKernel) -> None:
     names = [value.name for value in session.get_outputs()]
     expected = dict(zip(names, session.run(None, feeds)))
     scales = {name: feeds[name] * np.float16(SCALES_TIMES) for name, kind in kernel.arguments if kind == SCALES}
-    found = run(kernel, feeds | scales, expected)
+    outputs = run(kernel, feeds | scales, expected)
     if any(node.op_type == "TopK" for node in model.graph.node):  # a choice may be in any order
-        found, expected = ({name: np.sort(array) for name, array in arrays.items()} for arrays in (found, expected))
+        outputs, expected = ({name: np.sort(array) for name, array in arrays.items()} for arrays in (outputs, expected))
     for name, values in expected.items():
         np.testing.assert_allclose(
-            found[name].astype(np.float32),
+            outputs[name].astype(np.float32),
             values.astype(np.float32),
             rtol=TOLERANCE,
             atol=TOLERANCE * max(1.0, float(np.abs(values).max())),
@@ -391,5 +391,5 @@ def test_blocks_of_the_families(family: str, shared: Shared) -> None:
     files, assembly = shared.assembled(dict(FAMILIES[family].config), "fp16")
     for graph in assembly.classes.values():
         model = run_passes(onnx.load_model_from_string(files[graph.file]), ChosenExperts())
-        for number, own in enumerate(cut_products(model).pieces):
-            compare(own, row_kernel(own, f"piece_{number}"))
+        for number, piece in enumerate(cut_products(model).pieces):
+            compare(piece, row_kernel(piece, f"piece_{number}"))

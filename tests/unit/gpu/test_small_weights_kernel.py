@@ -76,8 +76,8 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 # Each form: bits, rows at most, outputs and threads of a block.
 FORMS = {
-    name: (int(bits), int(most), int(outputs), int(threads))
-    for name, bits, outputs, most, threads in re.findall(
+    name: (int(bits), int(max_rows), int(outputs), int(threads))
+    for name, bits, outputs, max_rows, threads in re.findall(
         r"^GEMV\((gemv_(\d+)_(\d+)_\d+_(\d+)),.* (\d+)\)$", KERNEL.read_text(), re.MULTILINE
     )
 }
@@ -86,13 +86,13 @@ FORMS = {
 @functools.cache
 def library(folder: Path, threads: int) -> ctypes.CDLL:
     """The forms with blocks of that many threads, and no other: the compiler meets each form once."""
-    own = [name for name, form in FORMS.items() if form[-1] == threads]
+    names = [name for name, form in FORMS.items() if form[-1] == threads]
     lines = KERNEL.read_text().splitlines(keepends=True)
-    kept = (line for line in lines if not line.startswith("GEMV(") or line[5:].partition(",")[0] in own)
+    kept_lines = (line for line in lines if not line.startswith("GEMV(") or line[5:].partition(",")[0] in names)
     kernel = folder / f"{threads}.cu"
     stem = f"of_{threads}"
-    kernel.write_text("".join(kept))
-    source = SOURCE.replace("KERNEL", str(kernel)) + "".join(f"RUN({name})\n" for name in own)
+    kernel.write_text("".join(kept_lines))
+    source = SOURCE.replace("KERNEL", str(kernel)) + "".join(f"RUN({name})\n" for name in names)
     (folder / f"{stem}.cpp").write_text(f"#define BLOCK_THREADS {threads}\n{source}")
     flags = ["-std=c++17", "-O2", "-w", "-shared", "-fPIC", f"-I{TESTS}", f"-I{KERNEL.parent}"]
     flags += [f"{stem}.cpp", "-o", f"{stem}.so"]
@@ -108,7 +108,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("kernel")
 
 
-@pytest.fixture(scope="module", params=some([((bits, most),) for bits in (4, 8) for most in (8, 16)]), ids=str)
+@pytest.fixture(scope="module", params=some([((bits, max_rows),) for bits in (4, 8) for max_rows in (8, 16)]), ids=str)
 def kernels(request, folder):
     """(bits, rows at most, (outputs of a block, kernel) of each form)"""
     results = [
@@ -124,7 +124,7 @@ def kernels(request, folder):
 def test_each_row_is_multiplied_by_each_weight(kernels, smallest):
     """Rows that are no whole number of blocks; a row of a weight that is no whole number of a warp's turns, several or
     less than one; three weights of one input; the smallest groups that the kernel takes, and larger."""
-    bits, most, forms = kernels
+    bits, max_rows, forms = kernels
     group = 128 // bits if smallest else 128
     random = np.random.default_rng(bits + group)
     outs = (24, 13, 8)
@@ -136,13 +136,13 @@ def test_each_row_is_multiplied_by_each_weight(kernels, smallest):
     scales = aligned((exact.astype(np.float32) * 256).astype(np.float16))
     weight = dequantize(stored, exact.astype(np.float32), group)
     pointer = lambda array: ctypes.c_void_p(array.ctypes.data)
-    for rows, (outputs, kernel) in itertools.product((1, 5, 8) if most == 8 else (9, 16), forms):
+    for rows, (outputs, kernel) in itertools.product((1, 5, 8) if max_rows == 8 else (9, 16), forms):
         x = aligned(random.standard_normal((rows, columns)).astype(np.float16))
         actual = [np.full((rows + 1, size), 7, np.float16) for size in outs]
         sizes = (int(ends[0]), int(ends[1]), total, columns, group, rows)
         kernel(-(-total // outputs), pointer(stored), pointer(scales), pointer(x), *map(pointer, actual), *sizes)
         expected = x.astype(np.float32) @ weight.T
-        given = np.concatenate([array[:rows] for array in actual], axis=1).astype(np.float32)
+        product = np.concatenate([array[:rows] for array in actual], axis=1).astype(np.float32)
         # Weights are rounded to fp16 with their scale, results are fp16.
-        assert np.abs(given - expected).max() <= 2e-3 * np.abs(expected).max(), (rows, outputs)
+        assert np.abs(product - expected).max() <= 2e-3 * np.abs(expected).max(), (rows, outputs)
         assert all((array[rows] == 7).all() for array in actual)

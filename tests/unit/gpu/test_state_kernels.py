@@ -90,37 +90,37 @@ def test_states_go_on_from_chunk_to_chunk_with_the_bits_of_one(name, dtype, tmp_
     dtype = np.dtype(dtype)
     library = compiled(spec, tmp_path)
     past = shapes["past_state"][1:]
-    given = {name: random.standard_normal((count, shapes[name][1])).astype(dtype) / 4 for name in spec.inputs}
-    given = {name: -np.abs(array) if name == "decay" else array for name, array in given.items()}
+    inputs = {name: random.standard_normal((count, shapes[name][1])).astype(dtype) / 4 for name in spec.inputs}
+    inputs = {name: -np.abs(array) if name == "decay" else array for name, array in inputs.items()}
     state = np.zeros((1, *past), np.float32)
     expected = []
     for token in range(count):
-        out, state = spec.advance({name: array[token : token + 1] for name, array in given.items()}, state)
+        out, state = spec.advance({name: array[token : token + 1] for name, array in inputs.items()}, state)
         expected.append(out[0])
 
     def run(steps: list[tuple[bool, list[tuple[int, int]]]]) -> tuple[np.ndarray, np.ndarray]:
         """Tokens of row 2, which holds a state of another request; a request next to it, of no row, writes nowhere."""
-        found = np.full((count, len(expected[0])), 7, dtype)
+        results = np.full((count, len(expected[0])), 7, dtype)
         states = np.full((3, *past), 9, np.float32)
         for single, pairs in steps:
             for low, high in pairs:
-                part = {name: np.concatenate([array[low:high], array[:1]]) for name, array in given.items()}
+                part = {name: np.concatenate([array[low:high], array[:1]]) for name, array in inputs.items()}
                 rows = np.array([2] * (high - low) + [-1], np.int32)
                 positions = np.arange(low, high + 1)
                 bounds = np.array([[0, high - low], [high - low, high - low + 1]], np.int32)
-                made = np.full((high - low + 1, found.shape[1]), 7, dtype)
+                chunk = np.full((high - low + 1, results.shape[1]), 7, dtype)
                 dummy = part["value"]
                 arrays = [part.get(name, dummy) for name in ("query", "key", "value", "decay", "beta")] + [
-                    made,
+                    chunk,
                     states,
                     bounds,
                 ]
                 places = [ctypes.c_void_p(array.ctypes.data) for array in (*arrays, rows, positions)]
                 library.run(2 * spec.blocks, *places[:8], int(single), *places[8:])
-                assert (made[-1] == 7).all()
-                found[low:high] = made[:-1]
+                assert (chunk[-1] == 7).all()
+                results[low:high] = chunk[:-1]
         assert (states[:2] == 9).all()
-        return found, states[2]
+        return results, states[2]
 
     full = run([(False, [(0, count)])])
     cut = run([(False, [(0, 5), (5, 7)]), (True, [(at, at + 1) for at in range(7, count)])])

@@ -195,12 +195,12 @@ def test_steps_in_which_no_row_has_an_adapter_run_the_engines_of_the_model_witho
     options = {**({} if backend == "cuda" else {"attention": attention}), **SIZES}
     make = lambda folder: build(assembly, backend, folder / "engines.json", options)
     engines = shared.folder(f"tensorrt-without/{'-'.join(form)}", make) / "engines.json"
-    given = [(np.arange(9), None), (np.arange(3, 70), None)]
-    expected = logits_of(Model.open(engines, assembly, demo.weights("demo-llama", precision), **SIZES), given)
+    plain_requests = [(np.arange(9), None), (np.arange(3, 70), None)]
+    expected = logits_of(Model.open(engines, assembly, demo.weights("demo-llama", precision), **SIZES), plain_requests)
     for model in (open_model(), open_model(adapters_json=None)):
         model.warm_up()
         for again in range(2):
-            assert all(map(np.array_equal, logits_of(model, given), expected))
+            assert all(map(np.array_equal, logits_of(model, plain_requests), expected))
             if model.adapters is not None and model.adapters.loaded and not again:
                 logits_of(model, requests())
 
@@ -215,7 +215,7 @@ def test_nothing_is_captured_behind_the_warm_up(open_model: Open, monkeypatch: p
     model.warm_up()
     capture = cuda.Stream.capture
     monkeypatch.setattr(cuda.Stream, "capture", lambda stream: (captures.append(1), capture(stream))[1])
-    given = [(np.arange(2 + n), name) for n, name in enumerate(("captain", None, "random"))]
-    for several in (given, given[1:2]):
+    requests = [(np.arange(2 + n), name) for n, name in enumerate(("captain", None, "random"))]
+    for several in (requests, requests[1:2]):
         logits_of(model, several)
     assert not captures

@@ -60,21 +60,21 @@ def graph(*inputs: str) -> onnx.ModelProto:
 
 
 def test_a_block_has_profiles_for_one_request_for_several_and_for_prompts():
-    one, several, more, prefill = profiles(BLOCK, LIMITS)
-    assert one == {"hidden": ((1, 16),) * 3, "rows": ((1,),) * 3}
+    single, several, many, prefill = profiles(BLOCK, LIMITS)
+    assert single == {"hidden": ((1, 16),) * 3, "rows": ((1,),) * 3}
     assert several == {"hidden": ((2, 16), (4, 16), (4, 16)), "rows": ((2,), (4,), (4,))}
-    assert more == {"hidden": ((5, 16), (8, 16), (8, 16)), "rows": ((5,), (8,), (8,))}
+    assert many == {"hidden": ((5, 16), (8, 16), (8, 16)), "rows": ((5,), (8,), (8,))}
     # a step of max_num_tokens, and a token of each row that decodes
     assert prefill["hidden"] == ((1, 16), (64, 16), (72, 16))
     assert len(profiles(BLOCK, replace(LIMITS, max_batch_size=1))) == 2
 
 
 def test_an_exit_has_profiles_for_one_row_and_for_several_and_an_embedding_one():
-    one, several, more = profiles(graph("num_tokens, 4", "num_requests"), LIMITS)
-    assert one == {"x0": ((1, 4),) * 3, "x1": ((1,),) * 3}
+    single, several, many = profiles(graph("num_tokens, 4", "num_requests"), LIMITS)
+    assert single == {"x0": ((1, 4),) * 3, "x1": ((1,),) * 3}
     # a step that brings prompts may ask for one row
     assert several == {"x0": ((1, 4), (64, 4), (72, 4)), "x1": ((1,), (4,), (4,))}
-    assert more == {"x0": ((5, 4), (64, 4), (72, 4)), "x1": ((5,), (8,), (8,))}
+    assert many == {"x0": ((5, 4), (64, 4), (72, 4)), "x1": ((5,), (8,), (8,))}
     embedding = onnx.parser.parse_model(
         '<ir_version: 8, opset_import: ["": 17]> g (int64[num_tokens] '
         "token_ids, float[9, 4] table) => (float[num_tokens, 4] y) { y = Gather(table, token_ids) }"
@@ -95,8 +95,8 @@ def test_each_range_of_rows_has_a_profile_that_is_tuned_for_its_top():
     _, *decode, prefill = [profile["rows"] for profile in profiles(BLOCK, limits)]
     assert decode == [((2,), (4,), (4,)), ((5,), (8,), (8,)), ((9,), (10,), (10,))]
     assert prefill == ((1,), (64,), (74,))
-    one, *several = profiles(graph("num_tokens, 4", "num_requests"), limits)
-    assert one["x1"] == ((1,),) * 3
+    single, *several = profiles(graph("num_tokens, 4", "num_requests"), limits)
+    assert single["x1"] == ((1,),) * 3
     assert [profile["x1"] for profile in several] == [((1,), (4,), (4,)), ((5,), (8,), (8,)), ((9,), (10,), (10,))]
     assert [profile["x0"] for profile in several] == [((low, 4), (64, 4), (74, 4)) for low in (1, 5, 9)]
 

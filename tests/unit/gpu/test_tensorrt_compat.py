@@ -78,7 +78,7 @@ class Uses(ast.NodeVisitor):
         self.under(node.test, False, [node.orelse])
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        kept = dict(self.types)
+        outer_types = dict(self.types)
         versions = self.versions
         for argument in node.args.args:
             self.declare(argument.arg, argument.annotation)
@@ -89,7 +89,7 @@ class Uses(ast.NodeVisitor):
             if guard:  # the rest of the function runs where the test does not hold
                 inside = versions_with(guard[0])
                 self.versions &= frozenset(VERSIONS) - inside if guard[1] else inside
-        self.types = kept
+        self.types = outer_types
         self.versions = versions
 
     def declare(self, name: str, annotation: ast.expr | None) -> None:
@@ -144,9 +144,9 @@ def missing(uses: Uses) -> list[str]:
         if versions - IN_VERSIONS.get(name, frozenset())
     ]
     for name, versions, line, count in uses.calls:
-        others = [version for version in sorted(versions) if count not in COUNTS.get((name, version), ())]
-        if others:
-            lines.append(f"line {line}: {name} does not take {count} arguments in {others}")
+        unsupported = [version for version in sorted(versions) if count not in COUNTS.get((name, version), ())]
+        if unsupported:
+            lines.append(f"line {line}: {name} does not take {count} arguments in {unsupported}")
     return lines
 
 

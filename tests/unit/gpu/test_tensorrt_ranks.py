@@ -163,8 +163,8 @@ def test_requests_share_pages_are_sampled_and_swapped_out(open_model, form: Form
 
     alone = {}
     for number, request in enumerate(requests):
-        found = run(Engine(model, prefix_caching=False), [request])
-        alone |= {(number, choice): tokens for (_, choice), tokens in found.items()}
+        decoded = run(Engine(model, prefix_caching=False), [request])
+        alone |= {(number, choice): tokens for (_, choice), tokens in decoded.items()}
     together = Engine(model)
     assert run(together, requests) == alone
     assert run(together, requests) == {
@@ -249,13 +249,13 @@ def test_few_rows_are_summed_by_the_kernel_that_reads_them(open_model, gpu, form
         model = open_model("all")
         model.step([Advance(0, np.arange(20), 0), Advance(1, np.arange(9), 0)])
         plain = gpu.plain
-        found = list[bytes]()
+        rows = list[bytes]()
         launches = 0
         for number in range(3):  # call by call, captured, a graph
             advances = [Advance(0, np.array([1]), 20 + number), Advance(1, np.array([7]), 9 + number)]
-            found.append(model.step(advances).tobytes())
+            rows.append(model.step(advances).tobytes())
             launches = launches or gpu.plain - plain
-        return found, launches + form[3] * fused * [n for n, _ in model.executor.group.last[0].calls].count("sum")
+        return rows, launches + form[3] * fused * [n for n, _ in model.executor.group.last[0].calls].count("sum")
 
     fused = True
     expected = decode()
@@ -292,8 +292,8 @@ def test_logits_are_gathered_where_they_are_asked_for(open_model, form: Form) ->
     for _ in range(2):
         tokens = model.step_tokens(prompts)
         assert tokens.tolist() == expected.tolist()
-        decoding = lambda more: model.step_tokens(
-            [Advance(slot, tokens[slot : slot + 1], model.length(slot)) for slot in range(2)], more
+        decoding = lambda extra: model.step_tokens(
+            [Advance(slot, tokens[slot : slot + 1], model.length(slot)) for slot in range(2)], extra
         )
         clear()
         for number in range(4):

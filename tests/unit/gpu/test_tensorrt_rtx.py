@@ -375,9 +375,11 @@ def model(folder: Path, nodes: list, inputs: list, outputs: list) -> Path:
         [helper.make_tensor_value_info(name, kind, ["num_tokens", 64]) for name, kind in side]
         for side in (inputs, outputs)
     ]
-    made = helper.make_model(helper.make_graph(nodes, "entry", *values), opset_imports=[helper.make_opsetid("", 18)])
-    made.ir_version = 9
-    onnx.save(made, folder / "graph.onnx")
+    onnx_model = helper.make_model(
+        helper.make_graph(nodes, "entry", *values), opset_imports=[helper.make_opsetid("", 18)]
+    )
+    onnx_model.ir_version = 9
+    onnx.save(onnx_model, folder / "graph.onnx")
     return folder / "graph.onnx"
 
 
@@ -464,14 +466,14 @@ def test_a_build_that_is_interrupted_leaves_no_process_and_no_half_file(
     wait_for(lambda: list(out.parent.glob("*.engine")))
     (builder,) = children(process.pid)
     whom(process.pid, how)
-    _, said = process.communicate(timeout=120)
+    _, stderr = process.communicate(timeout=120)
     wait_for(lambda: not Path(f"/proc/{builder}").exists())
-    left = contents(out.parent)
+    files = contents(out.parent)
     expected = contents(engine_sets["fp16"].parent)
-    assert process.returncode == code and "engines.json" not in left
-    assert how == signal.SIGKILL or said.count("\n") == 1, said
+    assert process.returncode == code and "engines.json" not in files
+    assert how == signal.SIGKILL or stderr.count("\n") == 1, stderr
     # Of an engine that was being written there is a temporary file at most, which the next build deletes.
-    assert all(data == expected[name] for name, data in left.items() if not name.endswith(".tmp"))
+    assert all(data == expected[name] for name, data in files.items() if not name.endswith(".tmp"))
     build(assemblies["fp16"], BACKEND, out)
     assert contents(out.parent) == expected
 
@@ -528,9 +530,9 @@ def test_engines_of_another_version_are_refused_with_both(assemblies, copy):
 
 
 def config(**changes) -> dict:
-    asked = {"source": str(DEMO), "backends": ["onnxruntime", BACKEND], "golden": {"prompts": [{"text": "Light"}]}}
-    asked |= changes.pop("model", {})
-    return {"models": {MODEL: asked}, **changes}
+    model = {"source": str(DEMO), "backends": ["onnxruntime", BACKEND], "golden": {"prompts": [{"text": "Light"}]}}
+    model |= changes.pop("model", {})
+    return {"models": {MODEL: model}, **changes}
 
 
 @pytest.mark.parametrize(
@@ -571,8 +573,8 @@ def test_a_mistake_in_the_config_is_one_line_before_any_work(changes, message):
     one_line(caught)
 
 
-def names(found) -> list[str]:
-    return [f"{target.precision}/{target.backend}" for target in found.targets()]
+def names(config_read) -> list[str]:
+    return [f"{target.precision}/{target.backend}" for target in config_read.targets()]
 
 
 def test_a_backend_has_precisions_of_its_own():
@@ -618,12 +620,12 @@ def test_engines_are_not_loaded_where_they_cannot_run(assemblies, engine_sets, m
 def test_checks_that_cannot_run_are_refused_where_they_are_required(monkeypatch, required):
     """Also as a text, which Snakemake's command line gives."""
     on(monkeypatch, "9.0")
-    found = load(config(require_run=required))
+    config_read = load(config(require_run=required))
     with pytest.raises(InputError, match=r"models.demo-llama.backends\[1\]: expected to run its engines") as caught:
-        found.check_backends()
+        config_read.check_backends()
     assert ", found one of 9.0" in one_line(caught)
     on(monkeypatch, "8.9")
-    found.check_backends()
+    config_read.check_backends()
 
 
 @pytest.mark.parametrize("required", [False, "false", "False"])
@@ -688,10 +690,10 @@ def test_every_attribute_that_is_named_is_in_the_library(module):
     for name, versions, line in actual:
         if (11, 0) not in versions:
             continue
-        here = TENSORRT_RTX.api
+        api = TENSORRT_RTX.api
         for part in name.split("."):
-            here = getattr(here, part, None)
-        if here is None:
+            api = getattr(api, part, None)
+        if api is None:
             absent.append((line, name))
     assert len(actual) > (60 if module is compat else 10) and not absent
 
@@ -750,7 +752,7 @@ def held(made, monkeypatch, lock: Path) -> dict[str, LockComparison]:
         shutil.copytree(made / "results", folder / "results")
 
     monkeypatch.setattr(reproducing, "make_again", take)
-    return {found.where: found for found in rebuild(CONFIG.dump(), DEMO, TARGET, Lock.load(lock))}
+    return {entry.where: entry for entry in rebuild(CONFIG.dump(), DEMO, TARGET, Lock.load(lock))}
 
 
 LOCK = ROOT / "locks" / "demo-llama.lock.json"

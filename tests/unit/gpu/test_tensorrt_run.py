@@ -128,14 +128,14 @@ class Both:
         ]
         expected = self.reference.step(advances)
         if tokens:
-            found = self.found.step_tokens(advances, self.following)
+            step_tokens = self.found.step_tokens(advances, self.following)
             # The most likely one, or as likely within the tolerance.
-            assert (expected[np.arange(len(advances)), found] >= expected.max(axis=1) - self.tolerance).all()
+            assert (expected[np.arange(len(advances)), step_tokens] >= expected.max(axis=1) - self.tolerance).all()
         else:
             logits = self.found.step(advances)
             np.testing.assert_allclose(logits, expected, rtol=0, atol=self.tolerance)
-            found = logits.argmax(axis=1)
-        self.next |= {advance.slot: token for advance, token in zip(advances, found.tolist())}
+            step_tokens = logits.argmax(axis=1)
+        self.next |= {advance.slot: token for advance, token in zip(advances, step_tokens.tolist())}
 
     def release(self, slot):
         self.reference.release(slot)
@@ -258,16 +258,16 @@ def test_a_block_that_leaves_its_graph_is_named_by_bisect(demo, engines, form, g
     onnx.save(model, graph)
     described["classes"]["exit"]["sha256"] = sha256_file(graph)
     write_json(tmp_path / "graphs" / "assembly.json", described)
-    made = read_json(build(
+    built = read_json(build(
         tmp_path / "graphs" / "assembly.json", "tensorrt", tmp_path / "engines" / "engines.json",
         # fewer tokens than the request has, and no spare row after them
         {**read_json(engines[form])["options"], "max_num_tokens": 8, "max_seq_len": 18},
     ))  # fmt: skip
-    made["engines"]["exit"]["graph_sha256"] = read_json(assembly)["classes"]["exit"]["sha256"]
-    write_json(tmp_path / "engines" / "engines.json", made)
-    found = report(tmp_path / "engines" / "engines.json").fault
-    assert (found.wrong, found.graph, found.part) == ("engine", "exit", "exit")
-    assert "polygraphy debug reduce" in found.look_at and " --trt " in found.look_at
+    built["engines"]["exit"]["graph_sha256"] = read_json(assembly)["classes"]["exit"]["sha256"]
+    write_json(tmp_path / "engines" / "engines.json", built)
+    fault = report(tmp_path / "engines" / "engines.json").fault
+    assert (fault.wrong, fault.graph, fault.part) == ("engine", "exit", "exit")
+    assert "polygraphy debug reduce" in fault.look_at and " --trt " in fault.look_at
     (feeds,) = load_json(str(inputs))
     assert feeds["hidden"].shape[0] == 17
 
@@ -398,8 +398,8 @@ def test_decoding_goes_ahead_whatever_comes_and_goes_and_ends_with_nothing_under
     requests = [Request(np.arange(1, 6), count) for count in (4, 4, 4, 9, 12)]
     decoding = Decoding(model, requests)
     moves = decoding.engine.scheduler  # a step behind which requests move to lower slots is waited for
-    seen = [(output.request, model.in_flight or moves.is_spread) for output in decoding]
-    assert len(seen) == 33 and not seen[-1][1] and all(ahead for _, ahead in seen[:-1])
+    steps = [(output.request, model.in_flight or moves.is_spread) for output in decoding]
+    assert len(steps) == 33 and not steps[-1][1] and all(ahead for _, ahead in steps[:-1])
 
 
 def test_a_decode_step_is_one_launch_of_a_graph(demo, open_model, form, gpu):
@@ -450,11 +450,11 @@ def test_rows_decode_in_the_pass_of_prompts(demo, open_model, form, gpu, monkeyp
 def test_a_pass_has_room_for_all_rows_beside_a_full_prompt(demo, open_model, form, gpu):
     """Rows are all up to the highest that decodes: more than the tokens that the step brings."""
     pair = Both(demo, open_model, form[1])
-    most = LIMITS.max_num_tokens
+    max_tokens = LIMITS.max_num_tokens
     pair.step(prompts=[(3, 8)])
     pair.step(3)
     longest = LIMITS.max_seq_len
-    pair.step(3, prompts=[(0, longest), (1, most - 1 - longest)])
+    pair.step(3, prompts=[(0, longest), (1, max_tokens - 1 - longest)])
     pair.step(3, 1)
 
 
@@ -469,16 +469,18 @@ def test_rows_decode_by_themselves_where_prompts_would_take_the_profile_of_longe
         1, 4, 4, 512, 512, 1024, 2048,
     ]  # fmt: skip
     model.step_tokens([Advance(0, np.arange(9), 0)])
-    for held, (count, expected) in enumerate(((4, "send"), (511, "send_mixed"), (512, "send"), (30, "send_mixed")), 9):
-        made = model.executor.ranks[0].prompts
+    for length, (count, expected) in enumerate(
+        ((4, "send"), (511, "send_mixed"), (512, "send"), (30, "send_mixed")), 9
+    ):
+        prompts = model.executor.ranks[0].prompts
         sent = []
         for name in ("send", "send_mixed"):
-            real = getattr(made, name)
-            setattr(made, name, lambda *arguments, real=real, name=name: (sent.append(name), real(*arguments))[1])
+            real = getattr(prompts, name)
+            setattr(prompts, name, lambda *arguments, real=real, name=name: (sent.append(name), real(*arguments))[1])
         halves = [Advance(1, np.arange(count // 2), 0), Advance(2, np.arange(count - count // 2), 0)]
-        model.step_tokens([Advance(0, np.array([5]), held), *halves])
+        model.step_tokens([Advance(0, np.array([5]), length), *halves])
         assert sent == [expected]
-        del made.send, made.send_mixed
+        del prompts.send, prompts.send_mixed
 
 
 def put_passes(model, monkeypatch):
@@ -572,10 +574,10 @@ class Chaos:
         results = {}
         aborted = set()
         numbers = {}
-        left = list(self.random.permutation(len(self.requests)))
-        while left or engine.has_work:
-            for _ in range(min(len(left), int(self.random.integers(0, 3)))):
-                number = left.pop()
+        slots = list(self.random.permutation(len(self.requests)))
+        while slots or engine.has_work:
+            for _ in range(min(len(slots), int(self.random.integers(0, 3)))):
+                number = slots.pop()
                 numbers[engine.add(self.requests[number])] = number
             if numbers and self.random.random() < 0.1:
                 number = int(self.random.choice(list(numbers)[-6:]))
@@ -745,8 +747,8 @@ def test_a_prompt_is_worked_on_while_it_is_prepared_and_may_fail_half_way(
     finds nothing of it."""
     from lockstep_gpu import prompt_blocks
 
-    both = Both(demo, open_model, form[1], "all")
-    both.step(prompts=[(0, 8), (1, 5)])
+    models = Both(demo, open_model, form[1], "all")
+    models.step(prompts=[(0, 8), (1, 5)])
     results = []
     prepare = prompt_blocks.PromptPass.calls
 
@@ -756,21 +758,21 @@ def test_a_prompt_is_worked_on_while_it_is_prepared_and_may_fail_half_way(
         results.append(arguments)
         return prepare(*arguments)
 
-    both.step(0)  # which makes the plan of one row
+    models.step(0)  # which makes the plan of one row
     before = gpu.plain
-    held = [both.found.length(slot) for slot in range(3)]
+    lengths = [models.found.length(slot) for slot in range(3)]
     with monkeypatch.context() as patched:
         patched.setattr(prompt_blocks.PromptPass, "calls", broken)
         with pytest.raises(CheckError, match="no more memory"):
-            both.found.step([Advance(0, np.array([3]), 9), Advance(1, np.arange(4), 5), Advance(2, np.arange(60), 0)])
-    assert gpu.plain > before and [both.found.length(slot) for slot in range(3)] == held
+            models.found.step([Advance(0, np.array([3]), 9), Advance(1, np.arange(4), 5), Advance(2, np.arange(60), 0)])
+    assert gpu.plain > before and [models.found.length(slot) for slot in range(3)] == lengths
     # what is left of it in the new row, as bad as numbers can be; pages are not looked at behind what a row holds
     if form[2] == "traced":
-        for array in (array for pair in both.found.executor.ranks[0].attentions[0].cache.values() for array in pair):
+        for array in (array for pair in models.found.executor.ranks[0].attentions[0].cache.values() for array in pair):
             gpu.array(array.address, array.shape, array.dtype)[2] = np.nan
-    both.step(0, prompts=[(1, 3), (2, 10)])
+    models.step(0, prompts=[(1, 3), (2, 10)])
     for _ in range(3):
-        both.step(0, 1, 2, tokens=False)
+        models.step(0, 1, 2, tokens=False)
 
 
 @pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
@@ -811,13 +813,13 @@ def test_a_model_that_is_deleted_gives_its_memory_back_at_once(open_model, form,
         gc.collect()
         gc.disable()
         try:
-            held = gpu.blocks
+            blocks = gpu.blocks
             del model
             lefts.append(gpu.blocks)
         finally:
             gc.enable()
     # What the process keeps: the memory that contexts work in, and with fused attention cuDNN's.
-    assert lefts[1] <= lefts[0] <= 2 and lefts[0] < held
+    assert lefts[1] <= lefts[0] <= 2 and lefts[0] < blocks
     from lockstep_gpu.device import Device
 
     Device.get().stream.synchronize()  # nothing is at work any more in what was freed
@@ -833,13 +835,13 @@ def test_small_limits_leave_room_for_what_fused_attention_touches(open_model, gp
 
 def test_a_model_opened_without_limits_takes_no_more_than_its_engines(demo, engines, form, gpu):
     model = Model.open(engines[form], demo.assembly(MODEL, form[1]), demo.weights(MODEL, form[1]), 2)
-    most = LIMITS.max_num_tokens // LIMITS.max_batch_size
-    assert model.step([Advance(slot, np.arange(most), 0) for slot in range(LIMITS.max_batch_size)]).shape == (
+    max_tokens = LIMITS.max_num_tokens // LIMITS.max_batch_size
+    assert model.step([Advance(slot, np.arange(max_tokens), 0) for slot in range(LIMITS.max_batch_size)]).shape == (
         LIMITS.max_batch_size,
         768,
     )
     with pytest.raises(InputError, match=rf"expected at most {LIMITS.max_num_tokens} tokens \(max_num_tokens\)"):
-        model.step([Advance(slot, np.arange(most + (slot == 3)), 0) for slot in range(LIMITS.max_batch_size)])
+        model.step([Advance(slot, np.arange(max_tokens + (slot == 3)), 0) for slot in range(LIMITS.max_batch_size)])
 
 
 def tokens_of(engine, requests) -> dict[tuple[int, int], list[int]]:
@@ -909,9 +911,12 @@ def test_requests_are_sampled_on_the_device_with_a_step_under_way(open_model, fo
             count = requests[token.request].sampling.logprobs
             assert token.logits is None and (token.logprobs is None) == (count is None)
             if count is not None:
-                one, other = token.logprobs, log_probabilities(rows[token.request][position], token.token, count)
-                assert [token for token, _ in one.top] == [token for token, _ in other.top]
-                np.testing.assert_allclose(one.chosen, other.chosen, atol=1e-6)
+                actual_logprobs, other = (
+                    token.logprobs,
+                    log_probabilities(rows[token.request][position], token.token, count),
+                )
+                assert [token for token, _ in actual_logprobs.top] == [token for token, _ in other.top]
+                np.testing.assert_allclose(actual_logprobs.chosen, other.chosen, atol=1e-6)
     state = model.executor.ranks[0].state
     logprobs = {state.logits_tables.logprobs.address} if rules is not RULES else set()
     assert actual == expected and fetched == {state.next_tokens.address} | logprobs and all(ahead[:-1])
@@ -962,10 +967,10 @@ def test_requests_that_are_left_in_high_slots_move_to_low_ones_with_their_tokens
     decode_calls = model.executor.decode_calls
     model.executor.decode_calls = lambda count, *arguments: (rows.append(count), decode_calls(count, *arguments))[1]
     try:
-        found = tokens_of(engine, requests)
+        tokens = tokens_of(engine, requests)
     finally:
         del model.executor.decode_calls
-    assert [found[number, 0] for number in range(4)] == alone
+    assert [tokens[number, 0] for number in range(4)] == alone
     assert rows[0] == 4 and rows[-1] == (4 if form[2] == "traced" else 1)
 
 
@@ -1010,13 +1015,13 @@ def test_a_step_under_way_is_not_asked_for_in_a_slot_that_samples_in_another_way
     tokens = model.step_tokens([Advance(slot, np.arange(2, 9), 0) for slot in range(2)], following=True)
     model.set_sampling(1, Sampler(Sampling(50.0, seed=3)))  # hot: another token than the likeliest
     advances = [Advance(slot, tokens[slot : slot + 1], 7) for slot in range(2)]
-    found, logits = model.step_with_logits(advances, [0, 1])
-    assert found.tolist() == [logits[0].argmax(), Sampler(Sampling(50.0, seed=3))(logits[1], 8).token]
-    assert found[1] != logits[1].argmax()
+    step_tokens, logits = model.step_with_logits(advances, [0, 1])
+    assert step_tokens.tolist() == [logits[0].argmax(), Sampler(Sampling(50.0, seed=3))(logits[1], 8).token]
+    assert step_tokens[1] != logits[1].argmax()
     for slot in range(2):
         model.release(slot)
-    found = model.step_tokens([Advance(slot, np.arange(2, 9), 0) for slot in range(2)])
-    assert found.tolist() == tokens.tolist(), "greedy again"
+    step_tokens = model.step_tokens([Advance(slot, np.arange(2, 9), 0) for slot in range(2)])
+    assert step_tokens.tolist() == tokens.tolist(), "greedy again"
 
 
 @pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
@@ -1155,14 +1160,14 @@ def test_pages_of_a_step_are_not_told_to_the_step_before(open_model, gpu):
     lengths = np.zeros(4, np.int64)
     table = cuda.pinned((4, 4), "i4")
     (attention,) = executor.ranks[0].attentions
-    held = [list(executor.tables[slot]) for slot in range(4)]
+    pages = [list(executor.tables[slot]) for slot in range(4)]
     for ends in ({1: 65}, {0: 1, 2: 130, 1: 128}):
         executor.group.reserve(ends, lengths)
-        held.append([[*executor.tables[slot], 0, 0, 0, 0][:4] for slot in range(4)])
-        if len(held) == 5:
+        pages.append([[*executor.tables[slot], 0, 0, 0, 0][:4] for slot in range(4)])
+        if len(pages) == 5:
             executor.ranks[0].stream.download(table, attention.table)
     executor.ranks[0].stream.synchronize()
-    assert table.tolist() == held[4] and held[4] != held[5] == down(attention.table).tolist()
+    assert table.tolist() == pages[4] and pages[4] != pages[5] == down(attention.table).tolist()
 
 
 @pytest.mark.parametrize("form", FORMS[:1], indirect=True)
@@ -1197,14 +1202,14 @@ def test_beside_rows_that_decode_a_prompt_is_one_piece_of_many_chunks(open_model
     shared = random.integers(0, 768, 140)
     prompts = [np.append(shared, random.integers(0, 768, count)) for count in (60, 0, 21)]
     model = open_model(chunk_size=64)
-    brought = []
+    sizes = []
     alone = [tokens_of(Engine(model, prefix_caching=False), [Request(prompt, 9)])[0, 0] for prompt in prompts]
     step_tokens = model.step_tokens
     monkeypatch.setattr(
         model,
         "step_tokens",
         lambda advances, following=False: (
-            brought.append([len(advance.tokens) for advance in advances]),
+            sizes.append([len(advance.tokens) for advance in advances]),
             step_tokens(advances, following),
         )[1],
     )
@@ -1214,14 +1219,14 @@ def test_beside_rows_that_decode_a_prompt_is_one_piece_of_many_chunks(open_model
         engine.add(Request(np.arange(5), 40))
         engine.step()
         for prompt, expected, counts in zip(prompts, alone, pieces):
-            brought.clear()
+            sizes.clear()
             number = engine.add(Request(prompt, 9))
             tokens = []
             while len(tokens) < 9:
                 tokens += [output.token for output in engine.step() if output.request == number]
-            assert tokens == expected and all(item[0] == 1 for item in brought)
+            assert tokens == expected and all(item[0] == 1 for item in sizes)
             if engine.prefix_caching:
-                assert [item[1] for item in brought if max(item) > 1] == counts
+                assert [item[1] for item in sizes if max(item) > 1] == counts
         assert engine.prefix_hits == (256 if engine.prefix_caching else 0)
         engine.close()
 
@@ -1233,13 +1238,13 @@ def test_layers_of_a_prompt_are_not_told_the_same_shapes_and_addresses_again(dem
     pair.step(prompts=[(0, 40)])
     shapes = []
     addresses = []
-    for name, told in (("set_input_shape", shapes), ("set_tensor_address", addresses)):
+    for name, calls in (("set_input_shape", shapes), ("set_tensor_address", addresses)):
         method = getattr(TENSORRT, name)
         monkeypatch.setattr(
             TENSORRT,
             name,
-            lambda context, tensor, value, method=method, told=told: (
-                told.append(tensor),
+            lambda context, tensor, value, method=method, setter_calls=calls: (
+                setter_calls.append(tensor),
                 method(context, tensor, value),
             )[1],
         )

@@ -80,8 +80,8 @@ def test_another_file_in_its_place_is_hashed(large: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize("damage", [b"{", b"{}", b'{"format": "lockstep.seen/1"}', b"\xff"])
 def test_a_damaged_memory_means_that_files_are_hashed(large: Path, tmp_path: Path, damage: bytes) -> None:
     digest_cache.digest(large)
-    (kept,) = (tmp_path / "cache").rglob("*.json")
-    kept.write_bytes(damage)
+    (memory_file,) = (tmp_path / "cache").rglob("*.json")
+    memory_file.write_bytes(damage)
     assert digest_cache.digest(large) == sha256_file(large)
 
 
@@ -110,8 +110,8 @@ def test_each_flipped_byte_of_a_manifest_is_refused_or_changes_nothing(tmp_path:
         path.write_bytes(data)
         flip(path, position)
         try:
-            found = read_json(path, "f/1")
+            document = read_json(path, "f/1")
         except InputError as error:
             assert str(path) in str(error)
         else:
-            assert {key: found[key] for key in value} == value
+            assert {key: document[key] for key in value} == value

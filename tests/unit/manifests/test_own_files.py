@@ -101,13 +101,15 @@ def test_other_files_of_the_folder_stay(references: Results, tmp_path: Path, nam
     for other in OTHERS:
         (folder / other).write_text("someone else's")
     (folder / ".killed.tmp").mkdir()
-    others = state(folder)
+    other_files = state(folder)
     CALLS[name](demo, folder)
     written = state(folder)
-    assert len(written) > len(others) and others.items() <= written.items() and (folder / ".killed.tmp").is_dir()
+    assert (
+        len(written) > len(other_files) and other_files.items() <= written.items() and (folder / ".killed.tmp").is_dir()
+    )
     if name in ("convert_weights", "export_graphs", "build_engines"):
         CALLS[name](demo, folder)
-        assert state(folder).keys() == written.keys() and others.items() <= state(folder).items()
+        assert state(folder).keys() == written.keys() and other_files.items() <= state(folder).items()
 
 
 @pytest.mark.parametrize(("name", "own"), [

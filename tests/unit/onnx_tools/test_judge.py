@@ -20,10 +20,10 @@ ANY = Bound(1e30)
 def test_the_largest_error_is_computed_in_the_common_dtype() -> None:
     actual = EXPECTED + np.array([[1e-7, 0.25], [0, -0.125]], np.float32)
     assert max_abs_error(EXPECTED, actual) == 0.25 == measure(EXPECTED, actual, ANY).max_abs_error
-    one = np.array([1.0], np.float32)
+    array = np.array([1.0], np.float32)
     other = np.array([1e-9], np.float32)
-    assert max_abs_error(one, other) == float(one[0] - other[0]) == 1.0
-    assert max_abs_error(one.astype(np.float64), other) == 1.0 - float(other[0]) < 1.0
+    assert max_abs_error(array, other) == float(array[0] - other[0]) == 1.0
+    assert max_abs_error(array.astype(np.float64), other) == 1.0 - float(other[0]) < 1.0
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -65,11 +65,11 @@ def test_an_error_everywhere_is_held_to_less_than_one_number() -> None:
     expected = np.ones((1000, 10))
     bound = within(Tolerances("fp16"), Spread(0.01, 0.002))
     assert (bound.largest, bound.rms) == (NOISE * 0.01, pytest.approx(NOISE / 3 * 0.002))
-    one = np.zeros((1000, 10))
+    array = np.zeros((1000, 10))
     all_of_them = np.full((1000, 10), 0.005)
-    one[5, 5] = 0.05
-    assert wrong("key", measure(expected, expected + one, bound)) is None
-    assert "an error of at most" in (wrong("key", measure(expected, expected + 2 * one, bound)) or "")
+    array[5, 5] = 0.05
+    assert wrong("key", measure(expected, expected + array, bound)) is None
+    assert "an error of at most" in (wrong("key", measure(expected, expected + 2 * array, bound)) or "")
     assert "an rms error of at most" in (wrong("key", measure(expected, expected + all_of_them, bound)) or "")
 
 

@@ -132,13 +132,13 @@ def test_fp32_made_from_fp16_products_may_differ_by_fp16s_last_bits():
     { h = Cast<to = 1>(hidden)  w = Cast<to = 1>(weight)  PRODUCT  short = Cast<to = 10>(y)  key = Cast<to = 1>(short) }"""  # noqa: E501
     halves = """h1, h2 = Split<axis = 1, num_outputs = 2>(h)  w1, w2 = Split<axis = 1, num_outputs = 2>(w)  y1 = Gemm<transB = 1>(h1, w1)
     short1 = Cast<to = 10>(y1)  long1 = Cast<to = 1>(short1)  y2 = Gemm<transB = 1>(h2, w2)  y = Add(long1, y2)"""  # noqa: E501
-    whole, parts = (
+    full, parts = (
         onnx.parser.parse_model(text.replace("PRODUCT", product)) for product in ("y = Gemm<transB = 1>(h, w)", halves)
     )
-    check_same(whole, Prepared(parts, [], {"weight": ["weight"]}))
+    check_same(full, Prepared(parts, [], {"weight": ["weight"]}))
     wrong = onnx.parser.parse_model(text.replace("PRODUCT", halves.replace("Add", "Sub")))
     with pytest.raises(CheckError, match="output key: expected an error of at most .* is not equivalent"):
-        check_same(whole, Prepared(wrong, [], {"weight": ["weight"]}))
+        check_same(full, Prepared(wrong, [], {"weight": ["weight"]}))
 
 
 def test_a_weight_that_another_operator_reads_is_not_fused():

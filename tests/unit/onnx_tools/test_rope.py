@@ -102,18 +102,18 @@ def test_the_tables_turn_as_the_graph_does(cut, tmp_path) -> None:
         random = np.random.default_rng(1)
         positions = np.array([99, 0, 7, 7, 64, 31])
         kind = cut.kinds[name]
-        given = [
+        arrays = [
             random.standard_normal((len(positions), heads, kind.head_dim), np.float32).astype(np.float16)
             for heads in (kind.num_heads, kind.num_kv_heads)
         ]
         types = {io.name: io.dtype for io in kind.decode.signature.inputs}
         # a sink stands after the numbers of a head, without RoPE
-        query = np.pad(given[0], [(0, 0), (0, 0), (0, kind.query_dim - kind.head_dim)])
-        feeds = {name: x.reshape(len(x), -1).astype(types[name]) for name, x in (("query", query), ("key", given[1]))}
+        query = np.pad(arrays[0], [(0, 0), (0, 0), (0, kind.query_dim - kind.head_dim)])
+        feeds = {name: x.reshape(len(x), -1).astype(types[name]) for name, x in (("query", query), ("key", arrays[1]))}
         feeds |= {"position_ids": positions}
         session = open_session(model.SerializeToString())
-        found = session.run(None, {value.name: feeds[value.name] for value in session.get_inputs()})
-        for head, x, rotated in zip((tables.query, tables.key), given, found):
+        results = session.run(None, {value.name: feeds[value.name] for value in session.get_inputs()})
+        for head, x, rotated in zip((tables.query, tables.key), arrays, results):
             # Numbers up to 4: the products and their sum are rounded to fp16 by the graph, each by 2^-11 of its size at
             # most.
             assert np.abs(applied(head, x, positions) - rotated.astype(np.float32)).max() < 3 * 4 * 2**-11
@@ -254,11 +254,11 @@ def test_queries_and_keys_may_differ_and_elements_may_move(tmp_path, changes) ->
     run = executable(handmade(**changes), tmp_path)
     check_rope_tables(run, POSITIONS, "here")
     tables = read_rope_tables(run, POSITIONS, "here")
-    own, other, partner = tables.arrays()
-    assert tables.separate and own.shape == other.shape == (POSITIONS, 2, 4) and partner.shape == (2, 2, 4)
+    first_weight, other, partner = tables.arrays()
+    assert tables.separate and first_weight.shape == other.shape == (POSITIONS, 2, 4) and partner.shape == (2, 2, 4)
     plain = read_rope_tables(executable(handmade(), tmp_path), POSITIONS, "here").query
     is_of_keys = "query" in changes  # what is as ever
-    np.testing.assert_array_equal(own[:, int(is_of_keys)], plain.first_weight)
+    np.testing.assert_array_equal(first_weight[:, int(is_of_keys)], plain.first_weight)
     np.testing.assert_array_equal(partner[int(is_of_keys)], [plain.first, plain.second])
 
 

@@ -97,10 +97,10 @@ def test_the_rotary_encoding_of_a_bf16_graph_is_read_in_fp32(bf16, tmp_path):
     onnx.save(rotary(onnx.load(path.parent / kind.decode.file), kind), file)
     executable = OnnxRuntimeBackend().load(file, (), None, False).bind(None, {})
     check_rope_tables(executable, 64, "here")
-    own = read_rope_tables(executable, 64, "here").query.first_weight
+    first_weight = read_rope_tables(executable, 64, "here").query.first_weight
     angles = np.arange(64)[:, None] * 20000.0 ** (-np.arange(20) / 20)
     # fp32 angles up to 64: 4e-6
-    np.testing.assert_allclose(own, np.cos(np.concatenate([angles, angles], axis=1)), atol=1e-5)
+    np.testing.assert_allclose(first_weight, np.cos(np.concatenate([angles, angles], axis=1)), atol=1e-5)
 
 
 def test_a_scale_is_the_kinds_to_its_own_rounding(demo):

@@ -54,11 +54,11 @@ def test_what_names_files_elsewhere_is_made_where_it_is_right(tmp_path: Path, ca
 
 @pytest.mark.parametrize("name", ["validate", "golden", "resolve"])
 def test_checks_run_each_time(tmp_path: Path, cache: Cache, name: str) -> None:
-    made = []
+    steps = []
     for _ in range(2):
         step = Job(name, {"model": "m"}, {}, {}, tmp_path / "out.json")
-        stage.run(step, lambda: made.append(write_json(step.output, {"format": "a/1"})), cache=str(cache.folder))
-    assert len(made) == 2 and not cache.folder.exists()
+        stage.run(step, lambda: steps.append(write_json(step.output, {"format": "a/1"})), cache=str(cache.folder))
+    assert len(steps) == 2 and not cache.folder.exists()
 
 
 def test_results_that_are_edited_in_place_leave_the_cache_as_it_was(tmp_path: Path, cache: Cache) -> None:
@@ -150,9 +150,9 @@ def test_a_cache_that_is_a_file_costs_nothing_that_was_there(tmp_path: Path) -> 
     before = contents(tmp_path / "fp32")
     (tmp_path / "file").touch()
     process = start(manifest, tmp_path / "file", tmp_path / "fp32")
-    said = process.communicate()[1]
-    assert process.returncode == 2 and len(said.splitlines()) == 1
-    assert said.startswith("lockstep: error: config: cache: expected a folder")
+    stderr = process.communicate()[1]
+    assert process.returncode == 2 and len(stderr.splitlines()) == 1
+    assert stderr.startswith("lockstep: error: config: cache: expected a folder")
     assert contents(tmp_path / "fp32") == before
 
 

@@ -40,9 +40,9 @@ def test_processes_fill_and_read_one_cache_while_another_drops_all_of_it(tmp_pat
             for folders in ([tmp_path / f"{seed}-{name}-{round}" for round in range(6)] for name in "ab")
         ]
         for seed, folders, process in machines:
-            said = process.communicate()[1]
-            assert process.returncode == 0 and "Traceback" not in said, said
-            assert all(contents(folder) == undisturbed[seed] for folder in folders), said
+            stderr = process.communicate()[1]
+            assert process.returncode == 0 and "Traceback" not in stderr, stderr
+            assert all(contents(folder) == undisturbed[seed] for folder in folders), stderr
         assert pruning.poll() is None, "it prunes all the while"
     finally:
         pruning.kill()
@@ -85,7 +85,7 @@ def test_killed_while_it_puts(tmp_path: Path, cache: Cache, moments: int) -> Non
         killed += not scan(cache).entries
         assert verify(cache) == [], "a half file has no name that is used"
         assert contents(tmp_path / "killed") == undisturbed, "what was made is there and recorded before it is put"
-        code, said = run(manifest, tmp_path / "next", cache.folder)
+        code, stderr = run(manifest, tmp_path / "next", cache.folder)
         assert code == 0 and contents(tmp_path / "next") == undisturbed
         convert(manifest, tmp_path / "last", cache.folder, make=never)
     assert killed, "none of them was killed in the middle"
@@ -107,8 +107,8 @@ def test_killed_while_it_takes(tmp_path: Path, cache: Cache) -> None:
     assert not (out / "weights.json").exists(), "the earlier manifest would describe the new weights wrongly"
     assert not (out / "weights.statement.json").exists()
     convert(manifest, out, cache.folder, make=never)
-    left = {name: data for name, data in contents(out).items() if not name.endswith(".tmp")}
-    assert left == undisturbed and not any(out.glob(".weights.safetensors.*.tmp")) and verify(cache) == []
+    files = {name: data for name, data in contents(out).items() if not name.endswith(".tmp")}
+    assert files == undisturbed and not any(out.glob(".weights.safetensors.*.tmp")) and verify(cache) == []
 
 
 def wait_for(process: subprocess.Popen, condition: Callable[[], bool]) -> None:
@@ -216,14 +216,14 @@ def test_garbage_is_never_used(tmp_path: Path, cache: Cache, capsys, kind: str, 
         assert any(str(path) in line for line in verify(cache)) or name in ("a file too few", "no files")
     capsys.readouterr()
     convert(manifest, tmp_path / "made", cache.folder)
-    said = capsys.readouterr().err.splitlines()
+    lines = capsys.readouterr().err.splitlines()
     assert contents(tmp_path / "made") == undisturbed and not (tmp_path / "outside.json").exists()
-    assert len(said) == (1 if (kind, name) == ("entry", "gone") else 2) and all(
-        line.startswith("cache: ") for line in said
+    assert len(lines) == (1 if (kind, name) == ("entry", "gone") else 2) and all(
+        line.startswith("cache: ") for line in lines
     )
-    assert len(said) == 1 or str(path) in said[0] and said[0].endswith("; convert m/fp32 is made again")
+    assert len(lines) == 1 or str(path) in lines[0] and lines[0].endswith("; convert m/fp32 is made again")
     if name in STAYS:
-        line = said[-1].removeprefix(f"cache: convert m/fp32 is not put into {cache.folder}: ")
+        line = lines[-1].removeprefix(f"cache: convert m/fp32 is not put into {cache.folder}: ")
         assert line.endswith(
             ": expected to write a file here, found a folder; remove or rename it, or choose another place"
         )
@@ -250,9 +250,9 @@ def test_a_full_disk_costs_the_cache_and_nothing_else(tmp_path: Path) -> None:
     manifest = checkpoint(tmp_path, megabytes=2)
     undisturbed = contents(convert(manifest, tmp_path / "undisturbed", "").parent)
     with small_disk(tmp_path / "disk", 1024) as disk:
-        code, said = run(manifest, tmp_path / "made", disk / "cache")
+        code, stderr = run(manifest, tmp_path / "made", disk / "cache")
         assert code == 0 and contents(tmp_path / "made") == undisturbed
-        assert said == (
+        assert stderr == (
             f"cache: {disk / 'cache'} cannot be written (No space left on device): convert m/fp32 is not put into it\n"
         )
         assert not scan(Cache(disk / "cache")).entries and not scan(Cache(disk / "cache")).temporary
@@ -268,21 +268,23 @@ def test_a_cache_that_cannot_be_written_is_read(tmp_path: Path) -> None:
         convert(manifest, tmp_path / "made", cache.folder)
         before = contents(cache.folder)
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-        code, said = run(manifest, tmp_path / "taken", cache.folder)
+        code, stderr = run(manifest, tmp_path / "taken", cache.folder)
         assert code == 0 and contents(tmp_path / "taken") == undisturbed
-        assert said.startswith(f"cache: convert m/fp32 is taken from {cache.folder}") and len(said.splitlines()) == 1
-        code, said = run(other, tmp_path / "new", cache.folder)
-        assert code == 0 and said == (
+        assert (
+            stderr.startswith(f"cache: convert m/fp32 is taken from {cache.folder}") and len(stderr.splitlines()) == 1
+        )
+        code, stderr = run(other, tmp_path / "new", cache.folder)
+        assert code == 0 and stderr == (
             f"cache: {cache.folder} cannot be written (Read-only file system): convert m/fp32 is not put into it\n"
         )
         subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
         a_flipped_byte(next(cache.blobs.iterdir()))
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-        code, said = run(manifest, tmp_path / "anew", cache.folder)
+        code, stderr = run(manifest, tmp_path / "anew", cache.folder)
         assert code == 0 and contents(tmp_path / "anew") == undisturbed
-        assert ("the file is damaged; convert m/fp32 is made again") in said and (
+        assert ("the file is damaged; convert m/fp32 is made again") in stderr and (
             "cannot be written (Read-only file system)"
-        ) in said
+        ) in stderr
         assert contents(cache.folder).keys() == before.keys()
 
 

@@ -44,6 +44,6 @@ def test_what_the_config_says_to_a_job_is_plain_json() -> None:
 
 
 def test_targets_of_a_lock_that_a_config_lacks_are_named() -> None:
-    first, *others = targets = CONFIG.targets()
+    first, *other_targets = targets = CONFIG.targets()
     assert not_in_config(LOCK_FILE, targets) == []
-    assert not_in_config(LOCK_FILE, others) == [f"{first.precision}/{first.layers}/{first.backend}"]
+    assert not_in_config(LOCK_FILE, other_targets) == [f"{first.precision}/{first.layers}/{first.backend}"]

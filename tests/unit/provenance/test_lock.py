@@ -79,8 +79,8 @@ def copy(built: Results, tmp_path: Path) -> Results:
 def run(results: Results, name: str, make) -> None:
     # The manifest of the graphs is read from architecture.json, which this tree has not: its statement is made without
     # inputs.
-    made = STAGES[name].job(CONFIG, results.root, NAMES)
-    stage.run(made if name != "export" else type(made)(made.stage, made.names, {}, {}, made.output), make)
+    job = STAGES[name].job(CONFIG, results.root, NAMES)
+    stage.run(job if name != "export" else type(job)(job.stage, job.names, {}, {}, job.output), make)
 
 
 def test_a_statement_says_what_an_engine_set_was_made_of(built: Results) -> None:
@@ -104,9 +104,9 @@ def test_a_statement_lists_no_file_of_another_folder(built: Results, copy: Resul
 
 
 def test_weights_are_no_part_of_an_engines_key(built: Results) -> None:
-    for made in jobs(CONFIG, built.root, [Target("demo-llama", "fp16", "all", "onnxruntime")]):
-        if made.stage in ("export", "build"):
-            assert not {"checkpoint", "weights"} & set(made.inputs)
+    for job in jobs(CONFIG, built.root, [Target("demo-llama", "fp16", "all", "onnxruntime")]):
+        if job.stage in ("export", "build"):
+            assert not {"checkpoint", "weights"} & set(job.inputs)
 
 
 def test_a_key_does_not_hang_on_places(built: Results, copy: Results, tmp_path: Path) -> None:
@@ -232,14 +232,14 @@ def test_a_stage_that_is_ended_before_its_statement_leaves_nothing(tmp_path: Pat
 def test_a_manifest_without_its_statement_is_not_read(copy: Results) -> None:
     """As `kill -9` between the two leaves it: nothing says that it is whole, and of what."""
     statement_path(copy.assembly("demo-llama", "fp16")).unlink()
-    made = STAGES["build"].job(CONFIG, copy.root, NAMES)
-    before = read_json(made.output)
+    job = STAGES["build"].job(CONFIG, copy.root, NAMES)
+    before = read_json(job.output)
     with pytest.raises(
         InputError,
         match=r"assembly.json: expected its statement assembly.statement.json in .*, found none: .*; make it",
     ):
-        stage.run(made, lambda: pytest.fail("it was read"))
-    assert read_json(made.output) == before and read_statement(made.output)
+        stage.run(job, lambda: pytest.fail("it was read"))
+    assert read_json(job.output) == before and read_statement(job.output)
 
 
 TARGET = Target("demo-llama", "fp16", "all", "onnxruntime")
@@ -248,10 +248,10 @@ TARGET = Target("demo-llama", "fp16", "all", "onnxruntime")
 def failing(results: Results, error: BaseException) -> dict | None:
     """What is left of a golden check that ends with `error` beside one that passed."""
     out = results.golden("demo-llama", "fp16", "all", "onnxruntime")
-    made = Job("golden", {**NAMES}, {}, {}, out)
-    stage.run(made, lambda: golden(TARGET).save(out))
+    job = Job("golden", {**NAMES}, {}, {}, out)
+    stage.run(job, lambda: golden(TARGET).save(out))
     with pytest.raises(type(error)):
-        stage.run(made, lambda: (_ for _ in ()).throw(error))
+        stage.run(job, lambda: (_ for _ in ()).throw(error))
     assert read_statement(out), "what passed before is what it was"
     return read_json(failed_path(out)) if failed_path(out).exists() else None
 
@@ -265,22 +265,22 @@ def failing(results: Results, error: BaseException) -> dict | None:
 def test_a_check_that_fails_before_it_has_a_report_leaves_the_reason(
     tmp_path: Path, error: BaseException, reason: str | None
 ) -> None:
-    left = failing(Results(tmp_path), error)
-    assert (left and left["failure"]) == reason
+    reason_left = failing(Results(tmp_path), error)
+    assert (reason_left and reason_left["failure"]) == reason
 
 
 def test_a_check_leaves_its_own_report_where_it_has_one(tmp_path: Path) -> None:
     out = tmp_path / "all.json"
     with pytest.raises(CheckError, match="off; details in"):
         stage.run(Job("golden", {**NAMES}, {}, {}, out), lambda: finish(out, golden(TARGET), "off"))
-    left = GoldenReport.load(failed_path(out))
-    assert (left.result, left.failure) == ("fail", "off") and not out.exists()
+    report = GoldenReport.load(failed_path(out))
+    assert (report.result, report.failure) == ("fail", "off") and not out.exists()
 
 
 def test_engines_without_a_statement_are_not_gone_on_with(copy: Results) -> None:
-    made = STAGES["build"].job(CONFIG, copy.root, NAMES)
-    statement_path(made.output).unlink()
-    stage.run(made, lambda: [pytest.fail("they were there") if made.output.exists() else STAGES["build"].run(made)])
+    job = STAGES["build"].job(CONFIG, copy.root, NAMES)
+    statement_path(job.output).unlink()
+    stage.run(job, lambda: [pytest.fail("they were there") if job.output.exists() else STAGES["build"].run(job)])
     assert {finding.status for finding in verify(copy.root)} == {"same"}
 
 
@@ -296,9 +296,9 @@ def test_verify_needs_the_standard_library_only() -> None:
 
 
 def test_a_difference_is_in_words_with_both_values() -> None:
-    one = {"a": {"x": "1", "gone": 2}, "digest": "ab" * 32, "list": [1, 2]}
+    document = {"a": {"x": "1", "gone": 2}, "digest": "ab" * 32, "list": [1, 2]}
     other = {"a": {"x": "2", "new": True}, "digest": "cd" * 32, "list": [1, 3]}
-    assert [f"{'.'.join(where)}: {change}" for where, change in diff.changes(one, other)] == [
+    assert [f"{'.'.join(where)}: {change}" for where, change in diff.changes(document, other)] == [
         "a.gone: gone, was 2",
         "a.new: new, True",
         "a.x: 1 -> 2",
@@ -370,9 +370,9 @@ def test_what_is_not_run_on_a_machine_is_not_missing_there() -> None:
         "engines/bf16/openvino/x86_64", "golden/bf16/openvino/2", "checks/served/bf16/all/openvino",
         "checks/compare/fp16/cuda", "golden/fp16/cuda/2", "adapted/cuda/2/fp16",
     )  # fmt: skip
-    others = (
+    other_places = (
         "engines/fp16/cuda/NVIDIA GPUs", "engines/w4a16/openvino/x86_64", "checks/validate/bf16/2", "graphs/bf16",
         "weights/bf16", "reference/2", "golden/w4a16/openvino/2",
     )  # fmt: skip
     assert all(is_absent(place, not_run) for place in places)
-    assert not any(is_absent(place, not_run) for place in others)
+    assert not any(is_absent(place, not_run) for place in other_places)

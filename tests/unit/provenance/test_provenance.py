@@ -98,9 +98,9 @@ SCHEMA = {
 
 
 def build(results: Results) -> Path:
-    made = STAGES["build"].job(CONFIG, results.root, NAMES)
-    stage.run(made)
-    return statement_path(made.output)
+    job = STAGES["build"].job(CONFIG, results.root, NAMES)
+    stage.run(job)
+    return statement_path(job.output)
 
 
 @pytest.fixture
@@ -218,9 +218,9 @@ def test_a_model_of_the_hub_is_named_at_its_commit(results: Results) -> None:
         results.source("demo-llama"),
         {"format": "lockstep.source/1", "source": "hf:org/name@main", "commit": "ab" * 20, "files": []},
     )
-    found = json.loads(build(results).read_text())["predicate"]["buildDefinition"]["resolvedDependencies"]
+    dependencies = json.loads(build(results).read_text())["predicate"]["buildDefinition"]["resolvedDependencies"]
     assert (
-        next(item["uri"] for item in found if item["name"] == "checkpoint/config.json")
+        next(item["uri"] for item in dependencies if item["name"] == "checkpoint/config.json")
         == f"pkg:huggingface/org/name@{'ab' * 20}#config.json"
     )
 

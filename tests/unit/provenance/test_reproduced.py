@@ -58,11 +58,13 @@ def again(first: Results, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Repr
     """Reproduce `first`, where each round gives the next of some trees, and the line of a golden check that failed."""
 
     def give(*trees: Results, failure: str | None = None) -> Reproduction:
-        left = list(trees)
+        remaining = list(trees)
 
         def make_again(config: Any, checkpoint: Path, target: Target, folder: Path, *arguments: Any) -> str | None:
             assert (folder / "results/demo-llama/reference/2.json").is_symlink(), "the reference is taken as it is"
-            shutil.copytree(left.pop(0).root, folder / "results", dirs_exist_ok=True, ignore=lambda *_: ["reference"])
+            shutil.copytree(
+                remaining.pop(0).root, folder / "results", dirs_exist_ok=True, ignore=lambda *_: ["reference"]
+            )
             return failure
 
         monkeypatch.setattr(reproduce, "make_again", make_again)

@@ -40,17 +40,17 @@ TARGET = Target(MODEL, "fp16", 2, "onnxruntime")
 
 def make(results: Results, name: str, value: dict[str, Any], **files: bytes) -> None:
     """The stage `name`, recorded, of a manifest that names `files` that lie beside it."""
-    made = STAGES[name].job(
+    job = STAGES[name].job(
         CONFIG, results.root, {"model": MODEL, "precision": "fp16", "layers": 2, "backend": "onnxruntime"}
     )
 
     def write() -> None:
         for file, data in files.items():
-            made.output.parent.mkdir(parents=True, exist_ok=True)
-            made.output.with_name(file).write_bytes(data)
-        write_json(made.output, value)
+            job.output.parent.mkdir(parents=True, exist_ok=True)
+            job.output.with_name(file).write_bytes(data)
+        write_json(job.output, value)
 
-    stage.run(replace(made, inputs={key: path for key, path in made.inputs.items() if path.is_file()}), write)
+    stage.run(replace(job, inputs={key: path for key, path in job.inputs.items() if path.is_file()}), write)
 
 
 def named(file: str) -> dict[str, Any]:

@@ -139,9 +139,9 @@ def test_a_login_goes_to_the_domain_of_its_registry(
     server.answers["GET", "/token"] = 200, {}, b'{"token": "t"}'
     refused(lambda: artifact.pull(place(server), tmp_path / "out.tar"))
     assert server.seen == ["", f"Basic {login}", "Bearer t"]
-    own = Repository(Reference.parse("registry.gitlab.com/a/b")).is_own_domain
-    assert own("https://gitlab.com/jwt") and own("https://registry.gitlab.com/x")
-    assert not own("https://gitlab.com.evil.org/x") and not own("https://evil.org/gitlab.com")
+    is_own_domain = Repository(Reference.parse("registry.gitlab.com/a/b")).is_own_domain
+    assert is_own_domain("https://gitlab.com/jwt") and is_own_domain("https://registry.gitlab.com/x")
+    assert not is_own_domain("https://gitlab.com.evil.org/x") and not is_own_domain("https://evil.org/gitlab.com")
     assert not Repository(Reference.parse("10.0.0.1/a")).is_own_domain("https://9.9.0.1/x")
     assert Repository(Reference.parse("docker.io/a/b")).is_own_domain("https://auth.docker.io/token")
 

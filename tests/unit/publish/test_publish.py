@@ -172,8 +172,8 @@ def test_a_bundle_is_pushed_and_pulled_to_the_same_bytes(
     assert artifact.pull(place, out) == first.digest
     assert sha256_file(out) == sha256_file(signed)
     assert str(keys("signer")[1]) in signature.verify(out, [keys("signer")[1]])
-    with opened(out) as found:
-        assert found.target == TARGET
+    with opened(out) as bundle:
+        assert bundle.target == TARGET
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.tar", "out.tar.sig", "out.tar.statement.json"]
 
 
@@ -251,21 +251,21 @@ def test_a_lock_names_the_manifest(results: Results, signed: Path, server: regis
 
 def test_rebuilders_agree_byte_for_byte(results: Results, signed: Path, keys: Callable, tmp_path: Path) -> None:
     lock = lock_of(results, tmp_path / "demo-llama.lock.json", signed)
-    (one, one_public), (two, two_public) = keys("one"), keys("two")
+    (first_key, one_public), (two, two_public) = keys("one"), keys("two")
     trusted = [one_public, two_public]
     ((where, items),) = (item for item in Lock.load(lock).entries.items() if item[0].startswith("engines/"))
-    made = [LockComparison(where, True, None, items)]
+    comparisons = [LockComparison(where, True, None, items)]
     assert "expected 1 rebuilders that agree byte for byte, found 0" in refused(
         lambda: rebuilds.agreements(lock, trusted, 1)
     )
-    rebuilds.write(lock, TARGET, made, one)
-    rebuilds.write(lock, TARGET, made, one)
+    rebuilds.write(lock, TARGET, comparisons, first_key)
+    rebuilds.write(lock, TARGET, comparisons, first_key)
     assert "found 1 in" in refused(lambda: rebuilds.agreements(lock, trusted, 2)), "one rebuilder twice is one"
     name = sorted(items)[0]
-    path = rebuilds.write(lock, TARGET, [replace(made[0], items={**items, name: "0" * 64})], two)
+    path = rebuilds.write(lock, TARGET, [replace(comparisons[0], items={**items, name: "0" * 64})], two)
     line = refused(lambda: rebuilds.agreements(lock, trusted, 2))
     assert f"another result: {path}: {where}/{name}" in line
-    rebuilds.write(lock, TARGET, made, two)
+    rebuilds.write(lock, TARGET, comparisons, two)
     (agreement,) = rebuilds.agreements(lock, trusted, 2)
     assert len(agreement.keys) == 2 and agreement.target == str(TARGET)
     assert f"{path}: expected a signature by" in refused(lambda: rebuilds.agreements(lock, [one_public], 1))
@@ -336,8 +336,8 @@ def test_a_library_of_another_version_has_no_digest() -> None:
 )
 def test_the_licence_of_a_checkpoint_is_that_of_its_card(tmp_path: Path, card: str, expected: str | None) -> None:
     (tmp_path / "README.md").write_text(card)
-    found = [license.id or license.name for license in sbom.card_licenses(tmp_path)]
-    assert found == ([expected] if expected else [])
+    licenses = [license.id or license.name for license in sbom.card_licenses(tmp_path)]
+    assert licenses == ([expected] if expected else [])
 
 
 def test_what_is_asked_of_verify_must_fit(signed: Path, keys: Callable) -> None:

@@ -70,8 +70,8 @@ class Parsed(HTMLParser):
 
 
 def prompt(text: str = "San Francisco is", **more: Any) -> GoldenPrompt:
-    said = {"text_out": " a hilly city", "reference_text": " a hilly city", "max_logit_error": 0.25}
-    return golden_prompt(text, **{**said, **more})
+    fields = {"text_out": " a hilly city", "reference_text": " a hilly city", "max_logit_error": 0.25}
+    return golden_prompt(text, **{**fields, **more})
 
 
 def checked(out: Path, report: Report, failure: str | None = None) -> None:
@@ -114,8 +114,8 @@ def results(tmp_path: Path) -> Results:
     """A target that fails at its second token, and one that passes."""
     results = Results(tmp_path / "results")
     fill(results, TARGETS[0], prompt())
-    said = prompt(text_out=" a hilly town by", differences=(DIFFERENCE,))
-    fill(results, TARGETS[1], said, prompt("Light"), failure="prompt 'San Francisco is', step 1: token 99")
+    wrong_prompt = prompt(text_out=" a hilly town by", differences=(DIFFERENCE,))
+    fill(results, TARGETS[1], wrong_prompt, prompt("Light"), failure="prompt 'San Francisco is', step 1: token 99")
     return results
 
 
@@ -123,14 +123,16 @@ GPU = "needs an NVIDIA GPU of compute capability 8.0 or higher, found none"
 BF16 = "needs bf16 in the CPU (avx512_bf16 or amx_bf16), found none"
 
 
-def rows_of(verdicts: list[str], here: Results) -> Summary:
+def rows_of(verdicts: list[str], on_results: Results) -> Summary:
     """Rows with these verdicts; "gpu", "bf16" and "other" are what has not run because this machine lacks it."""
     blocked = {"gpu": ("fp16", "cuda"), "bf16": ("bf16", "openvino"), "other": ("fp32", "own")}
-    kinds = [blocked.get(one, ("fp16", "onnxruntime")) for one in verdicts]
+    kinds = [blocked.get(verdict, ("fp16", "onnxruntime")) for verdict in verdicts]
     targets = [Target("m", precision, layers, backend) for layers, (precision, backend) in enumerate(kinds, 1)]
-    rows = summary.collect(here, targets, {}).targets
-    found = tuple(replace(row, verdict="not run" if one in blocked else one) for row, one in zip(rows, verdicts))
-    return Summary(found, {"cuda": GPU, "bf16/openvino": BF16, "own": "it is Sunday"})
+    rows = summary.collect(on_results, targets, {}).targets
+    rows_read = tuple(
+        replace(row, verdict="not run" if verdict in blocked else verdict) for row, verdict in zip(rows, verdicts)
+    )
+    return Summary(rows_read, {"cuda": GPU, "bf16/openvino": BF16, "own": "it is Sunday"})
 
 
 @pytest.mark.parametrize(
@@ -162,24 +164,24 @@ def test_the_fastest_target_whose_quality_passes_is_to_be_served(tmp_path: Path)
     targets = [Target("m", precision, "all", "onnxruntime") for precision in ("fp32", "w8a16", "w4a16")]
     rows = summary.collect(Results(tmp_path), [Target("m", "fp16", 2, "onnxruntime"), *targets], {}).targets
     speeds = (400.0, 100.0, 150.0, 200.0)
-    made = [replace(row, verdict="pass", decode_tokens_per_s=speed) for row, speed in zip(rows, speeds)]
-    *_, serve, faster = advice(Summary(tuple(made), {}))
+    candidates = [replace(row, verdict="pass", decode_tokens_per_s=speed) for row, speed in zip(rows, speeds)]
+    *_, serve, faster = advice(Summary(tuple(candidates), {}))
     assert serve == "Serve: lockstep serve m/fp32/all/onnxruntime"
     assert faster.endswith("m/w4a16/all/onnxruntime, 2.00 times, whose perplexity was not measured")
-    made[2:] = [replace(row, drift_perplexity=change) for row, change in zip(made[2:], (-0.005, 0.515))]
-    meaning, serve, faster = advice(Summary(tuple(made), {}))
+    candidates[2:] = [replace(row, drift_perplexity=change) for row, change in zip(candidates[2:], (-0.005, 0.515))]
+    meaning, serve, faster = advice(Summary(tuple(candidates), {}))
     assert "compute their weights correctly" in meaning and serve.endswith("m/w8a16/all/onnxruntime")
     assert "1.33 times, whose perplexity is +51.5 % (at most +1 %)".replace(" %", "%") in faster
-    made[1] = replace(made[1], decode_tokens_per_s=500.0)
-    assert advice(Summary(tuple(made), {}))[-1] == "Faster: none of those that were measured"
-    made[1] = replace(made[1], verdict="fail")
-    assert advice(Summary(tuple(made), {}))[-1].endswith("m/fp32/all/onnxruntime, 3.33 times, which fails")
-    assert advice(Summary(tuple(replace(row, verdict="fail") for row in made), {})) == []
+    candidates[1] = replace(candidates[1], decode_tokens_per_s=500.0)
+    assert advice(Summary(tuple(candidates), {}))[-1] == "Faster: none of those that were measured"
+    candidates[1] = replace(candidates[1], verdict="fail")
+    assert advice(Summary(tuple(candidates), {}))[-1].endswith("m/fp32/all/onnxruntime, 3.33 times, which fails")
+    assert advice(Summary(tuple(replace(row, verdict="fail") for row in candidates), {})) == []
 
 
 def test_another_gpu_is_said_to_be_needed_where_there_is_one(tmp_path: Path) -> None:
-    here = replace(rows_of(["pass", "gpu"], Results(tmp_path)), not_run={"cuda": GPU.replace("none", "one of 7.5")})
-    assert headline(here).endswith("; 1 needs another NVIDIA GPU.")
+    summary = replace(rows_of(["pass", "gpu"], Results(tmp_path)), not_run={"cuda": GPU.replace("none", "one of 7.5")})
+    assert headline(summary).endswith("; 1 needs another NVIDIA GPU.")
 
 
 def test_the_first_page_opens_with_name_verdict_date_machine_and_versions(
@@ -201,9 +203,9 @@ def test_versions_are_those_that_the_statements_name(results: Results) -> None:
         path = statement_path(results.validation("m", "fp16", layers))
         backend = {"name": "onnxruntime", "version": "1.31", "device": {}}
         Statement(BuildKey("golden", {}, {}, {}, {}, {"transformers": version}, backend), {}).save(path)
-    found = about(results, ["m"])
-    assert found.programs.endswith(", onnxruntime 1.31")
-    assert found.packages == ["transformers 4.1", "transformers 4.2"]
+    versions = about(results, ["m"])
+    assert versions.programs.endswith(", onnxruntime 1.31")
+    assert versions.packages == ["transformers 4.1", "transformers 4.2"]
     path.write_text("{")
     assert about(results, ["m"]).packages == ["transformers 4.1"], "one that is damaged is left out"
 
@@ -211,10 +213,10 @@ def test_versions_are_those_that_the_statements_name(results: Results) -> None:
 def test_a_precision_and_backend_is_one_row_with_its_depths_folded_in(results: Results) -> None:
     page = pages(results)["index.html"]
     body = Parsed(page.partition("<h2>Targets of m")[2].partition("<h2>")[0])
-    _, row, depths, _, whole, cut = [line for line in body.text.splitlines() if line][:6]
+    _, row, depths, _, full_row, cut = [line for line in body.text.splitlines() if line][:6]
     assert row.startswith("fp16 on onnxruntimefail2.5e-011.0e-01"), "a depth that fails fails the row"
     assert body.tags.count("details") == 1 and "engines abababababab" in depths
-    assert whole.startswith("all layersfail") and cut.startswith("first 2 layerspass")
+    assert full_row.startswith("all layersfail") and cut.startswith("first 2 layerspass")
 
 
 def test_each_check_of_the_table_of_stages_is_on_the_pages() -> None:
@@ -222,9 +224,9 @@ def test_each_check_of_the_table_of_stages_is_on_the_pages() -> None:
 
 
 def test_pages_of_nothing_say_so(tmp_path: Path) -> None:
-    made = pages(Results(tmp_path / "results"))
-    assert "None of 2 targets has been checked yet." in made["index.html"] and len(made) == 3
-    assert all(">not run<" in page for page in made.values())
+    written = pages(Results(tmp_path / "results"))
+    assert "None of 2 targets has been checked yet." in written["index.html"] and len(written) == 3
+    assert all(">not run<" in page for page in written.values())
 
 
 def test_what_differs_is_marked_and_its_first_token_named_with_its_margin(results: Results) -> None:
@@ -267,8 +269,8 @@ def test_charts_show_errors_sizes_speeds_and_jobs_with_their_states(results: Res
     fill(results, TARGETS[0], prompt(), failure="another token")
     checked(results.validation("m", "fp16", 2), validation(TARGETS[0], blocks(0.0, 0.5, None, noise=0.01)))
     write_jobs(results)
-    made = pages(results)
-    tooltips = {name: re.findall("<title>([^<]*)</title>", page) for name, page in made.items()}
+    written = pages(results)
+    tooltips = {name: re.findall("<title>([^<]*)</title>", page) for name, page in written.items()}
     target = tooltips["m-fp16-2-onnxruntime.html"]
     assert {"Error by layer", "1: 0.5", "2: 0.01", "0: 0.06", "Memory, MB", "Time, s", "golden: 4.2"} <= {*target}
     assert not {"0: 0.5", "0: 0", "2: 0.5"} & {*target}
@@ -290,10 +292,10 @@ def test_a_scale_encloses_its_values_in_few_ticks() -> None:
 def test_every_text_is_escaped(results: Results) -> None:
     entry = prompt(NASTY, text_out=NASTY, reference_text=NASTY[:5], expected=NASTY[:8])
     fill(results, TARGETS[1], entry, failure=NASTY)
-    made = pages(results, since_lock={"m": {"built": [NASTY]}})
-    for page in made.values():
+    written = pages(results, since_lock={"m": {"built": [NASTY]}})
+    for page in written.values():
         assert "<script" not in page and "\x07" not in page and "script" not in Parsed(page).tags
-    assert "<script>alert('x')</script> & \"quoted\" \u2407" in Parsed(made["index.html"]).text
+    assert "<script>alert('x')</script> & \"quoted\" \u2407" in Parsed(written["index.html"]).text
 
 
 def test_no_page_asks_for_anything_from_elsewhere(results: Results) -> None:
@@ -324,8 +326,8 @@ def test_what_changed_since_the_lock_stands_where_there_is_one(results: Results)
 def test_a_change_since_the_lock_is_said_to_be_bad_or_not_the_worst_first(results: Results) -> None:
     changes = {"new": ["a"], "built": ["b"], "golden": ["c", "d"]}
     page = Parsed(pages(results, since_lock={"m": changes})["index.html"]).text
-    said = page.partition("What changed since the lock of m")[2]
-    places = [said.index(words) for words in (
+    section = page.partition("What changed since the lock of m")[2]
+    places = [section.index(words) for words in (
         "The tokens have changed (2). Bad unless it is meant",
         "Weights, graphs or engines have changed (1). Not bad where all checks pass",
         "There are new results (1). Not bad",

@@ -130,12 +130,12 @@ def test_targets_that_cannot_run_here_are_a_line_for_each_reason(
     results: Results, capsys: pytest.CaptureFixture
 ) -> None:
     reason = "needs an NVIDIA GPU of compute capability 8.0 or higher, found none"
-    others = [Target("m", precision, layers, "cuda") for precision in ("fp16", "w8a16") for layers in (2, "all")]
-    for target in others:
+    cuda_targets = [Target("m", precision, layers, "cuda") for precision in ("fp16", "w8a16") for layers in (2, "all")]
+    for target in cuda_targets:
         recorded(results.validation(target.model, target.precision, target.layers), validation(target, blocks(0.0)))
-    found = summary.collect(results, [*TARGETS, *others], {"cuda": reason})
-    summary.print_table(found)
-    summary.print_verdict(found)
+    rows = summary.collect(results, [*TARGETS, *cuda_targets], {"cuda": reason})
+    summary.print_table(rows)
+    summary.print_verdict(rows)
     *_, last, why, verdict = capsys.readouterr().out.splitlines()
     assert last.startswith("m/fp16/all/onnxruntime")
     assert why == f"4 targets (fp16, w8a16 on cuda): golden not run: {reason}"
@@ -240,8 +240,8 @@ def test_a_damaged_report_is_a_reason(results: Results, capsys: pytest.CaptureFi
         path = results.golden("m", "fp16", "all", "onnxruntime").with_name(name)
         data = path.read_bytes()
         path.write_bytes(damage)
-        found = lines(results, capsys)
-        assert len(found) == (4 if name == "all.speed.json" else 5)
+        printed = lines(results, capsys)
+        assert len(printed) == (4 if name == "all.speed.json" else 5)
         path.write_bytes(data)
 
 

@@ -45,21 +45,25 @@ def test_the_pattern_sees_another_project(line: str) -> None:
 
 
 def test_nothing_tells_a_user_to_install_another_project() -> None:
-    found = []
+    lines_at_fault = []
     for path in FILES:
         try:
             lines = path.read_text().splitlines()
         except UnicodeDecodeError:
             continue
-        found += [f"{path.relative_to(REPOSITORY)}: {line.strip()}" for line in lines if OTHER_PROJECT.search(line)]
-    assert found == []
+        lines_at_fault += [
+            f"{path.relative_to(REPOSITORY)}: {line.strip()}" for line in lines if OTHER_PROJECT.search(line)
+        ]
+    assert lines_at_fault == []
 
 
 def pins(name: str) -> dict[str, str]:
     """Return what stands after each pin of a file in envs, by the pin with its package's canonical name."""
     lines = (line.split(maxsplit=1) for line in (REPOSITORY / "envs" / name).read_text().splitlines())
     results = {words[0].partition("=="): "".join(words[1:]) for words in lines if words and words[0][0] not in "#-"}
-    return {f"{re.sub(r'[-_.]+', '-', name).lower()}=={version}": rest for (name, _, version), rest in results.items()}
+    return {
+        f"{re.sub(r'[-_.]+', '-', name).lower()}=={version}": hashes for (name, _, version), hashes in results.items()
+    }
 
 
 def test_each_pin_that_is_installed_has_the_digests_of_its_files() -> None:
@@ -67,7 +71,7 @@ def test_each_pin_that_is_installed_has_the_digests_of_its_files() -> None:
     assert set(pins("hashes.txt")) == {pin for pin in pins("requirements.txt") if not pin.startswith("torch==")}
     files = {path.name for path in (REPOSITORY / "envs").glob("*.txt")} - {"requirements.txt", "genai.txt"}
     without = [
-        (name, pin) for name in sorted(files) for pin, rest in pins(name).items() if "--hash=sha256:" not in rest
+        (name, pin) for name in sorted(files) for pin, hashes in pins(name).items() if "--hash=sha256:" not in hashes
     ]
     assert len(files) > 15 and not without
 
@@ -87,7 +91,7 @@ def test_what_is_installed_together_is_of_one_version() -> None:
         for pin in pins(file):
             name, _, version = pin.partition("==")
             versions.setdefault(name, set()).add(version)
-    assert not {name: found for name, found in versions.items() if len(found) > 1}
+    assert not {name: texts for name, texts in versions.items() if len(texts) > 1}
 
 
 def test_the_version_is_one() -> None:
@@ -105,4 +109,4 @@ def test_the_version_is_one() -> None:
         if path.suffix in (".md", ".yaml") or path.name == "Dockerfile"
         for version in re.findall(r"\blockstep:(\d+\.\d+\.\d+)|newTag: (\S+)", path.read_text())
     }
-    assert images and {found for _, versions in images for found in versions if found} == {__version__}
+    assert images and {version for _, versions in images for version in versions if version} == {__version__}

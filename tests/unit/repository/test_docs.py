@@ -126,12 +126,12 @@ def test_commands_have_the_options_that_pages_give_them() -> None:
         for word in words:
             if isinstance(node, click.Group):
                 node = node.get_command(click.Context(node), word) or node
-        known = {option for param in node.params for option in (*param.opts, *param.secondary_opts)}
+        node_options = {option for param in node.params for option in (*param.opts, *param.secondary_opts)}
         if "--" in words:  # what follows is for another program
             words = words[: words.index("--")]
         options = {word.partition("=")[0] for word in words if re.fullmatch(r"--[a-z][a-z0-9-]*(=.*)?", word)}
-        there = not isinstance(node, click.Group) or "--help" in words or page.name == "CHANGELOG.md"
-        assert there and options <= known | {"--help"}, f"{name(page)}: {program} {' '.join(words)}"
+        has_help = not isinstance(node, click.Group) or "--help" in words or page.name == "CHANGELOG.md"
+        assert has_help and options <= node_options | {"--help"}, f"{name(page)}: {program} {' '.join(words)}"
 
 
 def test_every_page_stands_in_the_index() -> None:
@@ -142,11 +142,11 @@ def test_every_page_stands_in_the_index() -> None:
 
 def test_the_page_of_the_server_has_every_option_with_its_default() -> None:
     page = (REPOSITORY / "docs" / "serving.md").read_text(encoding="utf-8")
-    told = dict(re.findall(r"^\| `(--[a-z-]+)[^|]*\|([^|]*)\|", page, re.MULTILINE))
+    defaults = dict(re.findall(r"^\| `(--[a-z-]+)[^|]*\|([^|]*)\|", page, re.MULTILINE))
     options = {param.opts[0]: param.default for param in serve.params if isinstance(param, click.Option)}
-    assert told.keys() == options.keys()
+    assert defaults.keys() == options.keys()
     numbers = {name: value for name, value in options.items() if type(value) in (int, float)}
-    assert numbers and {name: float(told[name]) for name in numbers} == numbers
+    assert numbers and {name: float(defaults[name]) for name in numbers} == numbers
 
 
 def test_the_example_of_another_torch_is_of_the_pinned_version() -> None:

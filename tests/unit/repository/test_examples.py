@@ -34,9 +34,9 @@ def run(folder: Path, *arguments: object) -> str:
 def test_the_program_says_what_the_demo_says(demo: Results, tmp_path: Path) -> None:
     make_tree(tmp_path / "results", demo)
     lines = run(tmp_path, EXAMPLES / "in_process.py").splitlines()
-    said = {kind: [line.partition(":")[2].strip() for line in lines if line.startswith(kind)] for kind in KINDS}
-    assert said["greedy"][0] == said["stepped"][0] == CITY.strip()
-    assert len(said["greedy"]) == 2 and len(said["sampled"]) == 4 and len(lines) == 7
+    answers = {kind: [line.partition(":")[2].strip() for line in lines if line.startswith(kind)] for kind in KINDS}
+    assert answers["greedy"][0] == answers["stepped"][0] == CITY.strip()
+    assert len(answers["greedy"]) == 2 and len(answers["sampled"]) == 4 and len(lines) == 7
 
 
 KINDS = ("greedy", "sampled", "stepped")
@@ -58,9 +58,9 @@ def test_the_batch_file_is_completed_line_by_line(demo: Results, tmp_path: Path)
     make_tree(tmp_path / "results", demo)
     files = ["--input", EXAMPLES / "batch.jsonl", "--output", "out.jsonl"]
     run(tmp_path, "-m", "lockstep", "generate", "demo-llama/fp16", *files)
-    given = [json.loads(line) for line in (EXAMPLES / "batch.jsonl").read_text(encoding="utf-8").splitlines()]
+    requests = [json.loads(line) for line in (EXAMPLES / "batch.jsonl").read_text(encoding="utf-8").splitlines()]
     records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert {record["id"] for record in records} == {line["id"] for line in given}
+    assert {record["id"] for record in records} == {line["id"] for line in requests}
     assert not [record for record in records if record.get("error")]
 
 
@@ -77,8 +77,8 @@ def test_what_is_trained_is_served(demo: Results, shared: Shared, tmp_path: Path
     with RealServer(tree, "--allow-adapter-loading", source.parent, target=TARGET) as server:
 
         def text(prompt: str, **body: object) -> str:
-            asked = {"prompt": prompt, "max_tokens": 16, "temperature": 0, **body}
-            status, _, answer = server.request("POST", "/v1/completions", asked)
+            body_sent = {"prompt": prompt, "max_tokens": 16, "temperature": 0, **body}
+            status, _, answer = server.request("POST", "/v1/completions", body_sent)
             assert status == 200, answer
             return json.loads(answer)["choices"][0]["text"]
 
@@ -90,11 +90,11 @@ def test_the_compose_file_names_what_is_there() -> None:
     services = yaml.safe_load((EXAMPLES / "compose.yaml").read_text(encoding="utf-8"))["services"]
     program, command, *arguments = services["server"]["command"]
     assert (program, command) == ("lockstep", "serve")
-    known = {name for option in serve.params for name in option.opts}
-    assert {argument for argument in arguments if argument.startswith("--")} <= known
+    options = {name for option in serve.params for name in option.opts}
+    assert {argument for argument in arguments if argument.startswith("--")} <= options
     mounts = [volume.split(":")[:2] for service in services.values() for volume in service["volumes"]]
-    made = {"./model.tar"}  # by the command in examples/README.md
-    assert not [source for source, _ in mounts if source not in made and not (EXAMPLES / source).exists()]
+    files = {"./model.tar"}  # by the command in examples/README.md
+    assert not [source for source, _ in mounts if source not in files and not (EXAMPLES / source).exists()]
     (job,) = yaml.safe_load((EXAMPLES / "monitoring" / "prometheus.yaml").read_text())["scrape_configs"]
     assert job["static_configs"] == [{"targets": ["server:8000"]}]
     (source,) = yaml.safe_load((EXAMPLES / "monitoring" / "datasource.yaml").read_text())["datasources"]
@@ -105,13 +105,13 @@ def test_the_compose_file_names_what_is_there() -> None:
 
 def test_workflows_for_ci_run_what_this_one_runs() -> None:
     """`.ci/demo` runs the commands of the one for a CPU; the files that the other names are there."""
-    here = (ROOT / ".ci" / "demo").read_text()
+    script = (ROOT / ".ci" / "demo").read_text()
     commands = {}
     for path in (EXAMPLES / "ci").glob("*.yml"):
         (job,) = yaml.safe_load(path.read_text())["jobs"].values()
         commands[path.stem] = [step["run"] for step in job["steps"] if "run" in step]
     assert commands["cpu"][0] == commands["gpu"][0] == "make setup"
-    assert all(command in here for command in commands["cpu"][1:]) and len(commands["cpu"]) == 3
+    assert all(command in script for command in commands["cpu"][1:]) and len(commands["cpu"]) == 3
     files = [
         word for command in commands["gpu"] for word in command.split() if "/" in word and not word.startswith(".")
     ]

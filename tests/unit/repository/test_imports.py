@@ -44,9 +44,9 @@ def name(path: Path) -> str:
 
 
 def layer(path: Path) -> int:
-    first, *rest = path.relative_to(SOURCES / "lockstep").parts
+    first, *folders = path.relative_to(SOURCES / "lockstep").parts
     # What a backend brings to the config: whether its engines run here is asked of the device, without its library.
-    is_settings = first == "backends" and rest[-1] in ("settings.py", "cpu.py")
+    is_settings = first == "backends" and folders[-1] in ("settings.py", "cpu.py")
     return LAYERS.index("config" if is_settings else first.removesuffix(".py"))
 
 
@@ -77,20 +77,20 @@ def test_each_module_is_in_a_package_of_the_list() -> None:
 
 
 def test_imports_run_one_way() -> None:
-    own = [path for path in MODULES if package(path) == "lockstep"]
+    top_modules = [path for path in MODULES if package(path) == "lockstep"]
     above = [
         (name(path), name(file))
-        for path in own
+        for path in top_modules
         for file in named(path)
         if package(file) != "lockstep" or layer(file) > layer(path)
     ]
-    assert own and not above, "the first imports the second, and is below it"
+    assert top_modules and not above, "the first imports the second, and is below it"
 
 
 def test_the_gpu_runtime_and_the_server_do_not_know_each_other() -> None:
     pairs = {"lockstep_gpu": "lockstep_serve", "lockstep_serve": "lockstep_gpu"}
-    known = [name(path) for path in MODULES if pairs.get(package(path)) in {package(file) for file in named(path)}]
-    assert not known
+    intruders = [name(path) for path in MODULES if pairs.get(package(path)) in {package(file) for file in named(path)}]
+    assert not intruders
 
 
 def test_the_gpu_runtime_has_no_word_of_tensorrt() -> None:

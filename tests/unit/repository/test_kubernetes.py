@@ -28,9 +28,9 @@ def documents(path: str) -> list[dict[str, Any]]:
 
 def options(args: list[str]) -> dict[str, str]:
     """The options of `serve` in a container's args, by name."""
-    command, bundle, *rest = args
+    command, bundle, *extra_args = args
     assert command == "serve" and bundle.endswith(".tar")
-    return dict(argument.split("=", 1) for argument in rest)
+    return dict(argument.split("=", 1) for argument in extra_args)
 
 
 DEPLOYMENT = documents("server/deployment.yaml")[0]["spec"]["template"]["spec"]
@@ -48,22 +48,22 @@ def server(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     target = Target("demo-llama", "fp16", "all", "onnxruntime")
     bundle = pack(recorded(demo, folder / "recorded"), target, LIMITS, folder / "model.tar", with_weights=True)
     (folder / "keys").write_text(f"{KEY}\n")
-    here = {"--api-key-file": folder / "keys", "--host": "127.0.0.1", "--port": 0}
-    given = options(SERVER["args"]) | here | {"--kv-bytes": "64M"}
-    with RealServer(folder, *(f"{name}={value}" for name, value in given.items()), target=str(bundle)) as server:
+    replaced = {"--api-key-file": folder / "keys", "--host": "127.0.0.1", "--port": 0}
+    arguments = options(SERVER["args"]) | replaced | {"--kv-bytes": "64M"}
+    with RealServer(folder, *(f"{name}={value}" for name, value in arguments.items()), target=str(bundle)) as server:
         yield server
 
 
 @pytest.mark.parametrize("container", [SERVER, GPU_SERVER, KSERVE_SERVER], ids=["cpu", "gpu", "kserve"])
 def test_every_option_is_one_that_serve_takes(container: dict[str, Any]) -> None:
-    known = {name for parameter in serve.params for name in parameter.opts}
-    assert set(options(container["args"])) <= known
+    serve_options = {name for parameter in serve.params for name in parameter.opts}
+    assert set(options(container["args"])) <= serve_options
 
 
 def test_kserve_starts_what_the_deployment_starts() -> None:
     """From where KServe puts a model, without keys, at the port that it expects."""
-    own = {"--port": "8080", "--api-key-file": None}
-    expected = {name: own.get(name, value) for name, value in options(SERVER["args"]).items()}
+    defaults = {"--port": "8080", "--api-key-file": None}
+    expected = {name: defaults.get(name, value) for name, value in options(SERVER["args"]).items()}
     assert options(KSERVE_SERVER["args"]) == {name: value for name, value in expected.items() if value}
     assert KSERVE_SERVER["args"][1].startswith("/mnt/models/")
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
@@ -71,8 +71,10 @@ def test_kserve_starts_what_the_deployment_starts() -> None:
         assert theirs == SERVER[probe]
     (service,) = documents("kserve/service.yaml")
     model = service["spec"]["predictor"]["model"]
-    (known,) = RUNTIME["supportedModelFormats"]
-    assert model["modelFormat"]["name"] == known["name"] and model["protocolVersion"] in RUNTIME["protocolVersions"]
+    (model_format,) = RUNTIME["supportedModelFormats"]
+    assert (
+        model["modelFormat"]["name"] == model_format["name"] and model["protocolVersion"] in RUNTIME["protocolVersions"]
+    )
     assert KSERVE_SERVER["resources"] == SERVER["resources"]
 
 
@@ -167,9 +169,9 @@ def test_the_user_is_the_image_s() -> None:
 def test_the_image_has_what_the_workflow_reads() -> None:
     """All that .dockerignore lets through is there, and the profile that a run names is among it."""
     lines = (ROOT / ".dockerignore").read_text().splitlines()
-    kept = {line.removeprefix("!") for line in lines if line.startswith("!")}
-    assert all((ROOT / name).exists() for name in kept)
-    assert {"Snakefile", "workflow", "src", "envs", "config", "profiles", "resources", "pyproject.toml"} <= kept
+    copied = {line.removeprefix("!") for line in lines if line.startswith("!")}
+    assert all((ROOT / name).exists() for name in copied)
+    assert {"Snakefile", "workflow", "src", "envs", "config", "profiles", "resources", "pyproject.toml"} <= copied
     (container,) = documents("workflow/run.yaml")[0]["spec"]["template"]["spec"]["containers"]
     for path in re.findall(r"/opt/lockstep/(\S+)", container["args"][0]):
-        assert (ROOT / path).exists() and path.split("/")[0] in kept
+        assert (ROOT / path).exists() and path.split("/")[0] in copied

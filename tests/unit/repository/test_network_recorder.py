@@ -31,8 +31,8 @@ def recorder(tmp_path: Path) -> Recorder:
 
 def clean(recorder: Recorder, **variables: str) -> dict[str, str]:
     """The environment of a user who has set none of the switches, and whom ONNX Runtime does not take for CI."""
-    kept = {name: value for name, value in os.environ.items() if name not in (*TELEMETRY, *CI)}
-    return {**kept, **recorder.environment, "PYTHONPATH": SOURCES, **variables}
+    environment = {name: value for name, value in os.environ.items() if name not in (*TELEMETRY, *CI)}
+    return {**environment, **recorder.environment, "PYTHONPATH": SOURCES, **variables}
 
 
 def run(code: str, environment: dict[str, str]) -> str:

@@ -147,8 +147,8 @@ def graph():
     ]
     values = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["n"]) for name in ("x", "y", "z")]
     constants = [onnx.numpy_helper.from_array(np.float32(1), "one")]
-    made = helper.make_graph(nodes, "graph", values[:1], values[1:], constants)
-    return helper.make_model(made, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    onnx_graph = helper.make_graph(nodes, "graph", values[:1], values[1:], constants)
+    return helper.make_model(onnx_graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
 
 
 def run(data, x):

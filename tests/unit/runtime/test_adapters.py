@@ -74,8 +74,8 @@ def test_engines_compute_what_peft_computes(lora: Results, precision: str, toler
     model = opened(lora, precision)
     for slot, name in enumerate((None, *NAMES)):
         model.set_adapter(slot, name)
-    found = model.step([Advance(slot, PEFT["ids"], 0) for slot in range(3)])
-    for row, name in zip(found, ("none", *NAMES)):
+    logits = model.step([Advance(slot, PEFT["ids"], 0) for slot in range(3)])
+    for row, name in zip(logits, ("none", *NAMES)):
         assert np.abs(row - PEFT[name][-1]).max() < tolerance
 
 
@@ -87,17 +87,17 @@ def test_a_request_has_the_same_bits_alone_in_a_batch_and_in_any_slot(lora: Resu
     together = logits_of(model, batch)
     turned = logits_of(model, batch[::-1])[::-1]
     alone = [logits_of(model, [item])[0] for item in batch]
-    for first, *others in zip(together, turned, alone):
-        assert all(np.array_equal(first, other) for other in others)
+    for first, *other_rows in zip(together, turned, alone):
+        assert all(np.array_equal(first, other) for other in other_rows)
     assert model.adapters is not None and model.adapters.residency.loads > 3
     assert (model.adapters.adapter_slots == -1).all()
 
 
 def test_a_request_without_adapter_has_the_bits_of_the_model_without_adapters(demo: Results, lora: Results) -> None:
     base = opened(demo, adapters_json=None)
-    given = [(ids, None) for ids, _ in requests()]
-    mixed = logits_of(opened(lora), [*given, *requests()])
-    assert all(map(np.array_equal, logits_of(base, given), mixed))
+    requests_plain = [(ids, None) for ids, _ in requests()]
+    mixed = logits_of(opened(lora), [*requests_plain, *requests()])
+    assert all(map(np.array_equal, logits_of(base, requests_plain), mixed))
 
 
 def test_what_another_adapter_makes_infinite_is_not_seen(lora: Results) -> None:
@@ -147,13 +147,13 @@ def test_a_reused_prefix_a_fork_and_a_swap_keep_the_adapters_bits(
         model: Model, adapters: list[str | None], **options: Any
     ) -> tuple[dict[tuple[int, int], list[int]], Engine]:
         engine = Engine(model, **options)
-        found = dict[tuple[int, int], list[int]]()
+        answers = dict[tuple[int, int], list[int]]()
         requests = [Request(prompt, 90, sampling=Sampling(0.9, seed=7), n=2, adapter=name) for name in adapters]
         for output in engine.run(requests):
-            found.setdefault((output.request, output.choice), []).append(output.token)
+            answers.setdefault((output.request, output.choice), []).append(output.token)
         engine.scheduler.check()
         assert model.adapters is not None and (model.adapters.adapter_slots == -1).all()
-        return found, engine
+        return answers, engine
 
     alone = {}
     for name in names:
@@ -295,10 +295,10 @@ def _garbage(adapter: Any, adapter_slot: int, rank: int, arrays: Any) -> None:
 
 def _not_cleared(adapter: Any, adapter_slot: int, rank: int, arrays: Any) -> None:
     """Modules and rows that the adapter does not have keep what the one before it left."""
-    own = [array for array in arrays if array.module in adapter.modules]
-    before = [(item.a.copy(), item.b.copy()) for item in own]
-    _WRITE(adapter, adapter_slot, rank, own)
-    for item, (a, b) in zip(own, before):
+    adapted = [array for array in arrays if array.module in adapter.modules]
+    before = [(item.a.copy(), item.b.copy()) for item in adapted]
+    _WRITE(adapter, adapter_slot, rank, adapted)
+    for item, (a, b) in zip(adapted, before):
         rows = slice(adapter_slot * rank + adapter.rank, (adapter_slot + 1) * rank)
         item.a[:, rows], item.b[rows] = a[:, rows], b[rows]
 
@@ -332,13 +332,13 @@ def test_the_check_finds_matrices_in_each_others_place(
     other's."""
 
     def turned(path: Any) -> dict[str, loading.LoadedAdapter]:
-        found = open_adapters(path)
-        modules = dict(found["shakespeare"].modules)
+        adapters = open_adapters(path)
+        modules = dict(adapters["shakespeare"].modules)
         q = "model.layers.2.self_attn.q_proj"
         o = "model.layers.2.self_attn.o_proj"
         modules[q], modules[o] = ((modules[b][1].T.copy(), modules[b][0].T.copy()) for b in (o, q))
-        found["shakespeare"] = replace(found["shakespeare"], modules=modules)
-        return found
+        adapters["shakespeare"] = replace(adapters["shakespeare"], modules=modules)
+        return adapters
 
     monkeypatch.setattr("lockstep.runtime.adapters.open_adapters", turned)
     with pytest.raises(CheckError, match="adapter 'shakespeare'"):
@@ -380,30 +380,30 @@ def test_a_reference_of_another_adapter_is_refused(lora: Results, tmp_path: Path
 ))  # fmt: skip
 def test_no_adapter_that_a_request_holds_leaves_its_slot(num_slots: int, steps: list[tuple[int, Any, bool]]) -> None:
     residency = Residency(4, num_slots)
-    held = dict[int, str | None]()
-    there = dict[int, str]()
+    by_slot = dict[int, str | None]()
+    in_slot = dict[int, str]()
     for slot, adapter, leaves in steps:
         if leaves:
             residency.release(slot)
-            held.pop(slot, None)
+            by_slot.pop(slot, None)
         else:
-            others = {name for other, name in held.items() if other != slot and name is not None}
-            possible = adapter is None or adapter in others or len(others) < num_slots
+            others_held = {name for other, name in by_slot.items() if other != slot and name is not None}
+            possible = adapter is None or adapter in others_held or len(others_held) < num_slots
             assert residency.can_claim(slot, adapter) == possible
             assert residency.claim(slot, adapter) == possible
             if possible:
-                held[slot] = adapter
-            there |= residency.loading
+                by_slot[slot] = adapter
+            in_slot |= residency.loading
             residency.loading.clear()
-        for slot_, name in held.items():
+        for slot_, name in by_slot.items():
             adapter_slot = int(residency.adapter_slots[slot_])
-            assert adapter_slot == -1 if name is None else there[adapter_slot] == name
+            assert adapter_slot == -1 if name is None else in_slot[adapter_slot] == name
 
 
 def test_a_request_waits_for_a_slot_and_lets_those_pass_that_need_none(lora: Results) -> None:
     model = opened(lora)
-    given = [(np.array([5, 6, 7]), name) for name in ("captain", "shakespeare", "random", None, "captain")]
-    requests_ = [Request(ids, 4 + 3 * (n == 0), adapter=name) for n, (ids, name) in enumerate(given)]
+    queued = [(np.array([5, 6, 7]), name) for name in ("captain", "shakespeare", "random", None, "captain")]
+    requests_ = [Request(ids, 4 + 3 * (n == 0), adapter=name) for n, (ids, name) in enumerate(queued)]
     order = [output.request for output in Decoding(model, requests_)]
     first = {number: order.index(number) for number in range(5)}
     assert max(first[3], first[4]) < first[2], "of none, and of one that is there"
@@ -517,14 +517,16 @@ def test_folders_that_are_no_adapter_of_this_model_are_refused(lora: Results, tm
     line = refused(lora, other)
     assert "found model.layers.9.self_attn.q_proj, whose weight the checkpoint does not have" in line
     assert line.endswith("is it an adapter of this model (trained on 'acme/other')?")
-    own = write(tmp_path / "c", 4, tensors({"model.layers.0.self_attn.q_proj": (240, 144)}, 4, 0))
-    assert "expected modules of lora_target_modules (v_proj), found" in refused(lora, own, targets=["v_proj"])
+    small_folder = write(tmp_path / "c", 4, tensors({"model.layers.0.self_attn.q_proj": (240, 144)}, 4, 0))
+    assert "expected modules of lora_target_modules (v_proj), found" in refused(lora, small_folder, targets=["v_proj"])
     large = write(tmp_path / "d", 9, tensors({"model.layers.0.self_attn.q_proj": (240, 144)}, 9, 0))
     assert "expected a rank (r) of at most 8 (max_lora_rank), found 9" in refused(lora, large, max_lora_rank=8)
-    (own / "adapter_model.safetensors").rename(own / "adapter_model.bin")
-    assert "found pickled weights (adapter_model.bin), which can run code when they are opened" in refused(lora, own)
-    (own / "adapter_config.json").unlink()
-    assert "expected adapter_config.json, found none" in refused(lora, own)
+    (small_folder / "adapter_model.safetensors").rename(small_folder / "adapter_model.bin")
+    assert "found pickled weights (adapter_model.bin), which can run code when they are opened" in refused(
+        lora, small_folder
+    )
+    (small_folder / "adapter_config.json").unlink()
+    assert "expected adapter_config.json, found none" in refused(lora, small_folder)
     cut = write(tmp_path / "e", 4, tensors({"model.layers.0.self_attn.q_proj": (240, 144)}, 4, 0))
     data = (cut / "adapter_model.safetensors").read_bytes()
     (cut / "adapter_model.safetensors").write_bytes(data[:-8])
@@ -574,12 +576,12 @@ def test_modules_may_have_ranks_and_scales_of_their_own(lora: Results, tmp_path:
         plain[f"{up}.lora_B.weight"] *= np.float32(5 / 2 / 2)
         arrays[f"{up}.lora_A.weight"] = np.ascontiguousarray(arrays[f"{up}.lora_A.weight"][:2])
         arrays[f"{up}.lora_B.weight"] = np.ascontiguousarray(arrays[f"{up}.lora_B.weight"][:, :2])
-    own = {
+    patterns = {
         "rank_pattern": {r".*layers\.\d+\.mlp\.(up|down)_proj": 2},
         "alpha_pattern": {r"^model.language_model.layers.[0]\.self_attn.q_proj$": 3, "up_proj": 5},
     }
     arrays = {name.replace("model.layers", "model.language_model.layers"): array for name, array in arrays.items()}
-    folders = {"own": write(tmp_path / "own", 4, arrays, **own), "plain": write(tmp_path / "plain", 4, plain)}
+    folders = {"own": write(tmp_path / "own", 4, arrays, **patterns), "plain": write(tmp_path / "plain", 4, plain)}
     sources = {name: str(folder) for name, folder in folders.items()}
     manifest = tmp_path / "adapters.json"
     resolve_adapters(sources, folders, lora.checkpoint("demo-llama"), 16, None, manifest)
@@ -638,29 +640,29 @@ def test_two_adapters_of_one_name_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_is_refused_with_every_place(tmp_path: Path) -> None:
-    found = load.load(config(adapters={"a": {"source": "nowhere"}}))
+    config_read = load.load(config(adapters={"a": {"source": "nowhere"}}))
     with pytest.raises(
         InputError, match="adapters.a.source: expected the folder of an adapter.*found none at .*nowhere"
     ):
-        found.adapter_folders("demo-lora", [tmp_path])
+        config_read.adapter_folders("demo-lora", [tmp_path])
 
 
 def test_another_adapter_changes_nothing_that_graphs_weights_or_engines_are_made_from() -> None:
-    one, more = (
+    before, after = (
         load.load(config(adapters={name: {"source": f"x/{name}"} for name in names}))
         for names in (["captain"], ["captain", "other", "third"])
     )
     names = {"model": "demo-lora", "precision": "fp32", "layers": "all", "backend": "onnxruntime"}
     changed = set()
     for stage in STAGES.values():
-        taken = {name: names[name] for name in stage.wildcards}
-        if stage.name not in ("fetch", "make_checkpoint", "config") and stage.options(one, taken) != stage.options(
-            more, taken
-        ):
+        names_of_stage = {name: names[name] for name in stage.wildcards}
+        if stage.name not in ("fetch", "make_checkpoint", "config") and stage.options(
+            before, names_of_stage
+        ) != stage.options(after, names_of_stage):
             changed.add(stage.name)
         assert "adapters" not in stage.rule.inputs or stage.name in CHECKS
     assert changed == {"adapters", *CHECKS}
-    assert STAGES["export"].options(one, {"model": "demo-lora", "precision": "fp32"}) == {
+    assert STAGES["export"].options(before, {"model": "demo-lora", "precision": "fp32"}) == {
         "adapters": {"max_adapters": 4, "max_lora_rank": 16, "targets": None}
     }
 
@@ -673,17 +675,17 @@ def test_a_model_without_adapters_has_no_such_stage_and_the_graphs_of_before(dem
 
 
 def test_target_modules_narrow_what_graphs_take(shared: Shared) -> None:
-    made = shared.assembled(dict(FAMILIES["phi3"].config), "fp32")
-    _, assembly = with_adapters(*made, {**ROOM, "targets": ["qkv_proj"]})
+    small_assembly = shared.assembled(dict(FAMILIES["phi3"].config), "fp32")
+    _, assembly = with_adapters(*small_assembly, {**ROOM, "targets": ["qkv_proj"]})
     assert {name.rpartition(".")[2] for name in sizes(assembly)} == {"qkv_proj"}
     with pytest.raises(
         InputError, match=r"lora_target_modules: expected linear layers of the model \(.*qkv_proj.*found q_proj"
     ):
-        with_adapters(*made, {**ROOM, "targets": ["q_proj", "qkv_proj"]})
+        with_adapters(*small_assembly, {**ROOM, "targets": ["q_proj", "qkv_proj"]})
     linears = {"model.layers.0.mlp.odd_proj", "model.layers.0.self_attn.qkv_proj", "lm_head"}
     with pytest.raises(InputError, match=r"lora_target_modules: expected .*qkv_proj.*found mlp.odd_proj, whose"):
-        with_adapters(*made, ROOM, linears)
-    with_adapters(*made, {**ROOM, "targets": ["qkv_proj"]}, linears)
+        with_adapters(*small_assembly, ROOM, linears)
+    with_adapters(*small_assembly, {**ROOM, "targets": ["qkv_proj"]}, linears)
 
 
 def test_an_assembly_whose_adapters_do_not_fit_its_graphs_is_refused(lora: Results, tmp_path: Path) -> None:

@@ -54,20 +54,24 @@ def test_each_line_is_completed_as_alone(model, tokenizer, tmp_path):
     assert first["token_ids"] == tokens and first["text"] == tokenizer.decode(tokens)
     assert records[1]["id"] == "a"
     assert records[1]["usage"] == {"prompt_tokens": request.prompt_ids.size, "completion_tokens": 9}
-    one, two = records[2]["choices"]
-    assert one["token_ids"] != two["token_ids"] and len(one["logprobs"]) == 8 and len(one["logprobs"][0]["top"]) == 2
+    first_choice, two = records[2]["choices"]
+    assert (
+        first_choice["token_ids"] != two["token_ids"]
+        and len(first_choice["logprobs"]) == 8
+        and len(first_choice["logprobs"][0]["top"]) == 2
+    )
     assert records[3]["choices"][0]["finish_reason"] == "stop_id"
     assert "a" not in records[4]["choices"][0]["text"] and records[4]["choices"][0]["finish_reason"] == "stop_string"
     assert len(records[5]["choices"][0]["token_ids"]) == 8
 
 
 def test_an_interrupted_run_goes_on(model, tokenizer, tmp_path):
-    whole, expected = run(model, tokenizer, tmp_path)
+    expected_lines, expected = run(model, tokenizer, tmp_path)
     out = tmp_path / "out.jsonl"
     lines = out.read_bytes().splitlines(keepends=True)
     out.write_bytes(b"".join(lines[:2]) + lines[2][:20])  # killed while it wrote the third
     again, records = run(model, tokenizer, tmp_path)
-    assert records == expected and again == whole
+    assert records == expected and again == expected_lines
     before = out.read_bytes()
     run(model, tokenizer, tmp_path)
     assert out.read_bytes() == before

@@ -136,15 +136,15 @@ def test_an_end_token_that_is_text_waits_for_the_grammar_and_a_stop_token_does_n
     model: Model, tokenizer: Tokenizer, assembly: Path, grammars: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grammar = Grammar("json_schema", json.dumps({"type": "string", "minLength": 20, "maxLength": 20}))
-    ((whole, _),) = answers(Engine(model, grammars=grammars), [request(model, tokenizer, grammar)]).values()
-    in_string = frozenset(whole[2:-3])
+    ((text, _),) = answers(Engine(model, grammars=grammars), [request(model, tokenizer, grammar)]).values()
+    in_string = frozenset(text[2:-3])
     stop_ids = frozenset(model.eos_token_ids) | in_string
-    asked = request(model, tokenizer, grammar, stop_ids=stop_ids)
-    ((tokens, finish),) = answers(Engine(model, grammars=grammars), [asked]).values()
-    assert (tokens, finish) == (whole[: len(tokens)], "stop_id") and tokens[-1] in in_string
+    constrained = request(model, tokenizer, grammar, stop_ids=stop_ids)
+    ((tokens, finish),) = answers(Engine(model, grammars=grammars), [constrained]).values()
+    assert (tokens, finish) == (text[: len(tokens)], "stop_id") and tokens[-1] in in_string
     monkeypatch.setattr(model, "eos_token_ids", tuple(sorted(stop_ids)))
     own_grammars = Compiler(assembly, model.vocab_size, model.eos_token_ids)
-    ((tokens, finish),) = answers(Engine(model, grammars=own_grammars), [asked]).values()
+    ((tokens, finish),) = answers(Engine(model, grammars=own_grammars), [constrained]).values()
     assert len(json.loads(tokenizer.text(tokens))) == 20 and not in_string & set(tokens) and finish != "max_new_tokens"
 
 
@@ -157,17 +157,17 @@ def test_a_checkpoint_with_an_end_token_beyond_its_vocabulary_takes_grammars(tmp
     model = Model.open(engines, assembly, results.weights(NAME, "fp32"), max_batch_size=1, max_seq_len=64)
     grammars = Compiler(assembly, model.vocab_size, model.eos_token_ids)
     tokenizer = Tokenizer.open(assembly)
-    asked = request(model, tokenizer, Grammar("regex", "[ab]{5}"), max_new_tokens=40)
-    ((tokens, finish),) = answers(Engine(model, grammars=grammars), [asked]).values()
+    constrained = request(model, tokenizer, Grammar("regex", "[ab]{5}"), max_new_tokens=40)
+    ((tokens, finish),) = answers(Engine(model, grammars=grammars), [constrained]).values()
     assert re.fullmatch("[ab]{5}", tokenizer.decode(tokens)) and finish in ("stop_id", "grammar_end")
 
 
 def test_choices_follow_the_grammar_each_for_itself(model: Model, tokenizer: Tokenizer, grammars: Compiler) -> None:
     schema = Grammar("json_schema", json.dumps(SCHEMA))
-    found = answers(
+    choices = answers(
         Engine(model, grammars=grammars), [request(model, tokenizer, schema, n=4, sampling=Sampling(1.0, seed=3))]
     )
-    texts = [tokenizer.decode(found[0, choice][0]) for choice in range(4)]
+    texts = [tokenizer.decode(choices[0, choice][0]) for choice in range(4)]
     assert all(map(follows_schema, texts)) and len(set(texts)) == 4
 
 
@@ -226,8 +226,8 @@ def test_a_grammar_is_compiled_once_and_steps_go_before_it(
     texts = set()
     for seed in range(3):
         schema = Grammar("json_schema", json.dumps(SCHEMA), name=f"of request {seed}")
-        asked = request(model, tokenizer, schema, sampling=Sampling(1.0, seed=seed))
-        ((tokens, _),) = answers(Engine(model, grammars=grammars), [asked]).values()
+        constrained = request(model, tokenizer, schema, sampling=Sampling(1.0, seed=seed))
+        ((tokens, _),) = answers(Engine(model, grammars=grammars), [constrained]).values()
         texts.add(tokenizer.decode(tokens))
     assert len(texts) == 3 and all(map(follows_schema, texts))
     assert niceness == [min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)]
@@ -238,11 +238,11 @@ def test_a_grammar_waits_without_a_slot_and_can_be_aborted(model: Model, tokeniz
     engine = Engine(model, grammars=Compiler(assembly, model.vocab_size, model.eos_token_ids, seconds=60))
     slow = [engine.add(request(model, tokenizer, Grammar("lark", SLOW))) for _ in range(3)]
     plain = [engine.add(request(model, tokenizer, None, max_new_tokens=8)) for _ in range(4)]
-    made: list[int] = []
-    while len(made) < 4 * 8 and engine.has_work:
-        made += [token.request for token in engine.step()]
+    tokens: list[int] = []
+    while len(tokens) < 4 * 8 and engine.has_work:
+        tokens += [token.request for token in engine.step()]
         assert engine.scheduler.num_running <= 4
-    assert set(made) == set(plain)  # all four slots were theirs
+    assert set(tokens) == set(plain)  # all four slots were theirs
     assert engine.scheduler.num_waiting == 3 and engine.has_work
     for number in slow:
         assert engine.abort(number)
@@ -316,8 +316,8 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "pet", "schema": SCHEMA
 
 
 def test_a_completion_follows_its_response_format(server: RealServer) -> None:
-    for given in ({}, {"temperature": 1.0, "seed": 4}, {"temperature": 1.0, "seed": 7, "n": 2, "logprobs": 1}):
-        answer = server.complete(PROMPT, 150, response_format=FORMAT, **given)
+    for options in ({}, {"temperature": 1.0, "seed": 4}, {"temperature": 1.0, "seed": 7, "n": 2, "logprobs": 1}):
+        answer = server.complete(PROMPT, 150, response_format=FORMAT, **options)
         for choice in answer["choices"]:
             assert follows_schema(choice["text"]) and choice["finish_reason"] == "stop"
     with server.opened(PROMPT, 60, guided_choice=["zebra", "zoo"]) as events:
@@ -410,7 +410,7 @@ def test_white_space_between_parts_of_json_ends(
     """A model that would go on with spaces for ever closes its object."""
     liked = {tokenizer.encode(text, special=False).item(): 1e6 for text in (" ", "{")}
     greedy = Sampling(logit_bias=liked)
-    given = request(model, tokenizer, grammar, sampling=greedy, max_new_tokens=200)
-    ((tokens, _),) = answers(Engine(model, grammars=grammars), [given]).values()
+    constrained = request(model, tokenizer, grammar, sampling=greedy, max_new_tokens=200)
+    ((tokens, _),) = answers(Engine(model, grammars=grammars), [constrained]).values()
     match = re.match("{( *)", tokenizer.decode(tokens))
     assert match is not None and len(match[1]) == most

@@ -120,16 +120,16 @@ def tokenizer(demo: Results) -> Tokenizer:
 
 def streamed(server: RealServer, prompt: Any, max_tokens: int, **options: Any) -> dict[str, Any]:
     """The chunks of a stream's only answer put together."""
-    whole: dict[str, Any] = {"text": "", "logprobs": {}, "finish_reason": None}
+    joined: dict[str, Any] = {"text": "", "logprobs": {}, "finish_reason": None}
     with server.opened(prompt, max_tokens, **options) as events:
         for event in events:
             for choice in event["choices"]:
-                whole["text"] += choice["text"]
-                whole["finish_reason"] = choice["finish_reason"]
+                joined["text"] += choice["text"]
+                joined["finish_reason"] = choice["finish_reason"]
                 for name, values in choice["logprobs"].items():
-                    whole["logprobs"].setdefault(name, []).extend(values)
+                    joined["logprobs"].setdefault(name, []).extend(values)
     assert events.done
-    return whole
+    return joined
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 20])
@@ -172,9 +172,9 @@ def test_echo_without_logprobs_and_of_several_answers(server: RealServer) -> Non
                 results[choice["index"]] += choice["text"]
     assert results[0].startswith(TEXT) and results[1].startswith("The")
     several = server.complete("The cat", 4, echo=True, logprobs=1, n=3, temperature=1.0, seed=2)["choices"]
-    one = server.complete("The cat", 0, echo=True, logprobs=1)["choices"][0]["logprobs"]
-    count = len(one["tokens"])
-    assert all(choice["logprobs"]["token_logprobs"][:count] == one["token_logprobs"] for choice in several)
+    single = server.complete("The cat", 0, echo=True, logprobs=1)["choices"][0]["logprobs"]
+    count = len(single["tokens"])
+    assert all(choice["logprobs"]["token_logprobs"][:count] == single["token_logprobs"] for choice in several)
     status, _, data = server.request("POST", "/v1/completions", {"model": "demo-llama", "prompt": "a", "max_tokens": 0})
     assert status == 400 and json.loads(data)["error"]["param"] == "max_tokens"
     server.wait_idle()
@@ -200,8 +200,8 @@ def test_what_lm_eval_asks_for_is_what_it_can_read(server: RealServer, tokenizer
     # the same sum where none had to be made, and where a greedy answer is the continuation
     none = server.complete(pairs[0][0] + pairs[0][1], 0, echo=True, logprobs=1)["choices"][0]["logprobs"]
     assert none["token_logprobs"] == choices[0]["logprobs"]["token_logprobs"][:-1]
-    made = server.complete(pairs[0][0], 5, logprobs=1)["choices"][0]["logprobs"]
-    assert all(value == max(top.values()) for value, top in zip(made["token_logprobs"], made["top_logprobs"]))
+    logprobs = server.complete(pairs[0][0], 5, logprobs=1)["choices"][0]["logprobs"]
+    assert all(value == max(top.values()) for value, top in zip(logprobs["token_logprobs"], logprobs["top_logprobs"]))
 
 
 @pytest.mark.long

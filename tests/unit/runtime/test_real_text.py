@@ -62,11 +62,11 @@ def check_random(tokenizer, size, count):
     numbers = random.Random(0)
     for _ in range(count):
         prompt, answer = ([numbers.randrange(size) for _ in range(numbers.randint(1, 5))] for _ in range(2))
-        both = tokenizer.decode(prompt + answer)
+        text = tokenizer.decode(prompt + answer)
         before = tokenizer.decode(prompt)
-        if both.startswith(before):
-            assert answer_text(tokenizer, prompt, answer) == both[len(before) :], (prompt, answer)
-        assert tokenizer.text(prompt) + answer_text(tokenizer, prompt, answer, echo=True) == both, (prompt, answer)
+        if text.startswith(before):
+            assert answer_text(tokenizer, prompt, answer) == text[len(before) :], (prompt, answer)
+        assert tokenizer.text(prompt) + answer_text(tokenizer, prompt, answer, echo=True) == text, (prompt, answer)
 
 
 def test_an_answers_text_is_what_its_tokens_add_to_the_prompts(tokenizer):
@@ -113,8 +113,8 @@ def test_an_answer_does_not_repeat_what_the_prompt_has_shown_of_no_character(tok
 
 
 def byte_token(tokenizer, byte):
-    found = tokenizer.token_id(f"<0x{byte:02X}>")
-    return 1000 + byte if found is None else found  # of tekken: after the special ones
+    token = tokenizer.token_id(f"<0x{byte:02X}>")
+    return 1000 + byte if token is None else token  # of tekken: after the special ones
 
 
 def test_bytes_that_can_become_no_character_go_out_at_once(tokenizer):
@@ -153,8 +153,8 @@ def test_no_token_is_left_out_of_the_likeliest_and_all_together_are_the_text(tok
     assert [text[at:][: len(part)] for at, part in zip(actual["text_offset"], actual["tokens"])] == actual["tokens"]
     for chosen, part, likeliest in zip(answer, actual["tokens"], actual["top_logprobs"]):
         assert len(likeliest) == len({*tokens, chosen}) and part in likeliest
-    (one,) = LogprobsFormat(tokenizer, prompt).part([tokens[1]], [Logprobs(-1.0, top)])["top_logprobs"]
-    assert {" the", "the", r"bytes:\xf0"} < one.keys()
+    (listed,) = LogprobsFormat(tokenizer, prompt).part([tokens[1]], [Logprobs(-1.0, top)])["top_logprobs"]
+    assert {" the", "the", r"bytes:\xf0"} < listed.keys()
 
 
 def test_the_bytes_of_tokens_are_those_of_the_text(tokenizer):
@@ -179,7 +179,7 @@ def test_a_bad_word_is_in_no_text_whichever_tokens_would_spell_it(tokenizer, voc
     prompt = tokenizer.encode("x").tolist()
     parts = sorted({token for text in (word, f" {word}", f"\n{word}", f"x{word}y") for token in tokenizer.encode(text)})
     parts += [byte_token(tokenizer, byte) for byte in word.encode()]
-    held = 0
+    num_cases = 0
     for _ in range(4):
         answer = []
         word_filter = BadWordFilter(vocabulary, [word, "zzzz"], prompt)
@@ -188,17 +188,17 @@ def test_a_bad_word_is_in_no_text_whichever_tokens_would_spell_it(tokenizer, voc
             for token in (*parts, *numbers.sample(range(size), 5)):
                 text = answer_text(tokenizer, prompt, [*answer, token])
                 assert (word in text) == (token in forbidden), (answer, token)
-                held += token in forbidden
+                num_cases += token in forbidden
             answer.append(numbers.choice([token for token in parts if token not in forbidden] or [1]))
             word_filter.push(answer[-1])
-    assert held
+    assert num_cases
 
 
 def test_a_word_that_the_prompt_begins_inside_a_character_is_found(tekken):
     vocabulary = Vocabulary(tekken.pieces, len(tekken.vocabulary))
-    prompt, rest = ([byte_token(tekken, byte) for byte in part] for part in ("é".encode()[:1], "é".encode()[1:]))
-    assert rest[0] in BadWordFilter(vocabulary, ["é"], prompt).tokens()
-    assert rest[0] not in BadWordFilter(vocabulary, ["é"]).tokens()
+    prompt, tail = ([byte_token(tekken, byte) for byte in part] for part in ("é".encode()[:1], "é".encode()[1:]))
+    assert tail[0] in BadWordFilter(vocabulary, ["é"], prompt).tokens()
+    assert tail[0] not in BadWordFilter(vocabulary, ["é"]).tokens()
 
 
 def test_a_bad_word_of_any_length_costs_little(tokenizer, vocabulary):

@@ -121,18 +121,18 @@ def test_a_batch_gives_what_each_request_gives_alone(tiny):
 
 
 def test_prefill_and_decode_mix_in_one_step_in_any_order(tiny):
-    one, two, three, four = (tokens(40, seed) for seed in range(4))
-    expected = [alone(tiny, sequence) for sequence in (one, two, three, four)]
+    first, two, three, four = (tokens(40, seed) for seed in range(4))
+    expected = [alone(tiny, sequence) for sequence in (first, two, three, four)]
     model = open_model(tiny)
-    model.step([Advance(3, one[:10], 0), Advance(0, two[:7], 0)])
+    model.step([Advance(3, first[:10], 0), Advance(0, two[:7], 0)])
     # slots 0 and 3 decode with a gap between them that a prompt and the next chunk of another fill
     actual = model.step(
-        [Advance(3, one[10:11], 10), Advance(1, three[:20], 0), Advance(0, two[7:8], 7), Advance(2, four[:1], 0)]
+        [Advance(3, first[10:11], 10), Advance(1, three[:20], 0), Advance(0, two[7:8], 7), Advance(2, four[:1], 0)]
     )
     assert abs(actual[0] - expected[0][8]).max() < TOLERANCE["fp32"]
     assert abs(actual[1] - expected[1 + 1][17]).max() < TOLERANCE["fp32"]
     assert abs(actual[2] - expected[1][5]).max() < TOLERANCE["fp32"]
-    actual = model.step([Advance(2, four[1:30], 1), Advance(1, three[20:21], 20), Advance(3, one[11:13], 11)])
+    actual = model.step([Advance(2, four[1:30], 1), Advance(1, three[20:21], 20), Advance(3, first[11:13], 11)])
     assert abs(actual[0] - expected[3][27]).max() < TOLERANCE["fp32"]
     assert abs(actual[1] - expected[2][18]).max() < TOLERANCE["fp32"]
     assert abs(actual[2] - expected[0][10]).max() < TOLERANCE["fp32"]

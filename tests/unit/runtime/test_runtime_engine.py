@@ -173,9 +173,9 @@ def test_an_interrupted_request_goes_on_to_the_bit(model, given):
         request = Request(ids(100), 16, choose, sampling=sampling)
         full = list(Engine(model, prefix_caching=False).run([request]))
         again = replace(request, answer_ids=[output.token for output in full[:given]])
-        rest = list(Engine(model, prefix_caching=False).run([again]))
-        assert [output.token for output in rest] == [output.token for output in full[given:]]
-        for first, other in zip(rest, full[given:]):
+        tokens = list(Engine(model, prefix_caching=False).run([again]))
+        assert [output.token for output in tokens] == [output.token for output in full[given:]]
+        for first, other in zip(tokens, full[given:]):
             np.testing.assert_array_equal(first.logits, other.logits)
 
 
@@ -215,13 +215,13 @@ def test_more_rows_than_memory_for_their_longest_share_what_there_is(demo):
     pool = open_model(demo).tables.pool
     model = open_model(demo, max_batch_size=64, kv_bytes=70 * pool.page_nbytes)  # 64 rows of 256 tokens are 256 pages
     engine = Engine(model)
-    most = 0
+    max_running = 0
     for number in range(100):
         engine.add(Request(ids(5 + number % 50, number), 3))
     while engine.has_work:
         engine.step()
-        most = max(most, engine.scheduler.num_running)
-    assert most == 64
+        max_running = max(max_running, engine.scheduler.num_running)
+    assert max_running == 64
     engine.scheduler.check()
 
 
@@ -236,23 +236,23 @@ def test_an_abort_frees_everything_in_every_state(demo, state, monkeypatch):
     n = 2 if state == "forking" else 1
     length, new = {"waiting": (30, 9), "swapped": (60, 150), "decoding": (30, 100)}.get(state, (190, 30))
     index = engine.add(Request(ids(length, 1), new if n == 1 else 2, n=n))
-    made = [] if state == "waiting" else engine.step()
+    tokens = [] if state == "waiting" else engine.step()
     if state == "decoding":
-        made += engine.step()
+        tokens += engine.step()
     if state == "swapped":
         for seed in range(2):
             engine.add(Request(ids(60, 7 + seed), 150))
         for _ in range(200):
             if engine.scheduler.num_swaps:
                 break
-            made += engine.step()
+            tokens += engine.step()
         index = next(i.index for i in engine.choices.values() if i.scheduled in engine.swapped)
     assert engine.abort(index) and not engine.abort(index) and not engine.abort(99)
     if state == "swapped":
         for choice in {choice.index for choice in engine.choices.values()} - {other}:
             engine.abort(choice)
-    made += list(engine.run())
-    assert [token.token for token in made if token.request == other] == expected
+    tokens += list(engine.run())
+    assert [token.token for token in tokens if token.request == other] == expected
     engine.scheduler.check()
     assert model.tables.pool.num_available == 9 and not engine.has_work
     assert [model.length(slot) for slot in range(4)] == [0] * 4
@@ -360,10 +360,10 @@ HOW = [Sampling(), Sampling(1e-9), Sampling(1e-9, logprobs=0)]  # the executor c
 
 @pytest.mark.parametrize("sampling", HOW, ids=["greedy", "drawn", "by-logits"])
 def test_logits_that_are_not_finite_end_their_request_only(model, monkeypatch, sampling):
-    taken = HostExecutor.run_step
+    run_step = HostExecutor.run_step
 
     def poisoned(self, advances):
-        plan = taken(self, advances)
+        plan = run_step(self, advances)
         for row, advance in zip(plan.logits(), advances):
             if advance.start + len(advance.tokens) == 13:
                 row[5] = np.nan

@@ -102,8 +102,8 @@ def test_stop_strings_wait_for_the_least_number_of_tokens(model, tokenizer):
     """As in vLLM. `generate`, lists of prompts and files of prompts take it alike."""
     full = texts(generate(model, tokenizer, PROMPTS[:1], 14), 1)[0]
     count = 14
-    for least, expected in ((0, [full[0][: full[0].index("the coast")]]), (count, full)):
-        sampling = Sampling(min_tokens=least)
+    for min_tokens, expected in ((0, [full[0][: full[0].index("the coast")]]), (count, full)):
+        sampling = Sampling(min_tokens=min_tokens)
         assert texts(generate(model, tokenizer, PROMPTS[:1], count, sampling, stop=["the coast"]), 1)[0] == expected
         (actual,) = Engine(model).generate(PROMPTS[:1], tokenizer, sampling, count, ["the coast"])
         assert [choice.text for choice in actual.choices] == expected
@@ -142,10 +142,10 @@ def test_a_run_left_early_leaves_its_slots_free(model, tokenizer):
 def test_tokens_come_with_their_logits_and_can_be_forced(model, tokenizer):
     prompt = tokenizer.encode(PROMPTS[0])
     forced = iter([5, 6, 7])
-    made = list(Decoding(model, [Request(prompt, 3, lambda logits: next(forced)), Request(prompt, 2, argmax)]))
-    assert [token.token for token in made if token.request == 0] == [5, 6, 7]
-    assert [token.finish for token in made if token.request == 1] == [None, "max_new_tokens"]
-    first = [token.logits for token in made[:2]]
+    tokens = list(Decoding(model, [Request(prompt, 3, lambda logits: next(forced)), Request(prompt, 2, argmax)]))
+    assert [token.token for token in tokens if token.request == 0] == [5, 6, 7]
+    assert [token.finish for token in tokens if token.request == 1] == [None, "max_new_tokens"]
+    first = [token.logits for token in tokens[:2]]
     assert all(logits.shape == (model.vocab_size,) and logits.dtype == np.float32 for logits in first)
     np.testing.assert_array_equal(*first)
 
@@ -158,7 +158,7 @@ def test_where_all_take_the_most_likely_token_only_tokens_come_back(model, token
     assert [(output.request, output.token, output.finish) for output in alone] == [
         (output.request, output.token, output.finish) for output in chosen
     ]
-    assert all(made.logits is None for made in alone) and all(made.logits is not None for made in chosen)
+    assert all(token.logits is None for token in alone) and all(token.logits is not None for token in chosen)
 
 
 def test_json_is_one_document_with_what_the_text_has(demo, capsys):
@@ -179,10 +179,10 @@ def test_json_is_one_document_with_what_the_text_has(demo, capsys):
     command.generate(**options)
     text = capsys.readouterr().out
     command.generate(**options, as_json=True)
-    told = capsys.readouterr()
-    actual = json.loads(told.out)
+    printed = capsys.readouterr()
+    actual = json.loads(printed.out)
     (choice,) = actual["choices"]
-    assert not told.err and choice["text"] + "\n" == text and choice["finish_reason"] == "max_new_tokens"
+    assert not printed.err and choice["text"] + "\n" == text and choice["finish_reason"] == "max_new_tokens"
     prompt = Tokenizer.open(paths["assembly"]).encode(PROMPTS[2])
     assert actual["usage"] == {"prompt_tokens": len(prompt), "completion_tokens": 8}
     assert len(choice["token_ids"]) == 8 and actual["speed"]["decode_tokens_per_s"] > 0
@@ -190,8 +190,8 @@ def test_json_is_one_document_with_what_the_text_has(demo, capsys):
 
 def test_weights_may_lie_below_a_name_that_is_no_utf_8(demo, model, tokenizer, tmp_path):
     folder = tmp_path / os.fsdecode(b"Z\xfcrich")
-    there = open_model(Results(shutil.copytree(demo.root, folder, copy_function=os.link)))
-    assert texts(generate(there, tokenizer, PROMPTS[:1], 4), 1) == texts(generate(model, tokenizer, PROMPTS[:1], 4), 1)
+    moved = open_model(Results(shutil.copytree(demo.root, folder, copy_function=os.link)))
+    assert texts(generate(moved, tokenizer, PROMPTS[:1], 4), 1) == texts(generate(model, tokenizer, PROMPTS[:1], 4), 1)
 
 
 def test_generating_loads_no_torch(demo):

@@ -169,11 +169,11 @@ def test_text_ends_before_a_stop_string(stop, pieces, expected):
 
 @given(st.lists(st.text("ab", min_size=1, max_size=3), max_size=3), st.lists(st.text("ab", max_size=3), max_size=12))
 def test_any_cut_of_a_text_gives_what_comes_before_the_stop_string_that_ends_first(stop, pieces):
-    text, (out, found) = "".join(pieces), filtered(stop, pieces)
+    text, (out, stop_found) = "".join(pieces), filtered(stop, pieces)
     assert text.startswith(out)
     assert not any(word in out for word in stop)
-    assert found == any(word in text for word in stop)
-    assert found or out == text
+    assert stop_found == any(word in text for word in stop)
+    assert stop_found or out == text
 
 
 def test_a_stop_string_of_millions_of_characters_costs_nothing():

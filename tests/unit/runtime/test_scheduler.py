@@ -141,8 +141,8 @@ def test_a_step_must_have_room_for_a_chunk_beside_all_others():
 def test_a_request_that_holds_all_that_it_may_brings_nothing_until_its_last_token_is_known():
     """The step behind is decided meanwhile: its slot and pages are not free yet."""
     scheduler = make(num_slots=2, pages=99)
-    for prompt, most in ((5, 6), (9, 20), (7, 9)):
-        scheduler.add(Scheduled(prompt, most))
+    for prompt, max_tokens in ((5, 6), (9, 20), (7, 9)):
+        scheduler.add(Scheduled(prompt, max_tokens))
     first, second = (request for request, _ in step(scheduler).shares)
     assert [request for request, _ in step(scheduler).shares] == [first, second]
     assert (first.decodes, first.in_prompt) == (False, False)
@@ -375,9 +375,9 @@ def test_any_traffic_ends_with_the_pool_whole_and_every_prompt_cut_alike(
             prompts and threshold is prefill is None
         ):  # what is left of the budget is less than the first could have used
             head, share = prompts[0]
-            rest = head.num_prompt_tokens - head.num_computed
+            remaining = head.num_prompt_tokens - head.num_computed
             room = max_num_tokens - decoding
-            assert rest <= 1 or share > room - CHUNK or share == 1
+            assert remaining <= 1 or share > room - CHUNK or share == 1
         for request, share in schedule.shares:
             end = request.num_computed
             assert end <= max(request.max_tokens, request.num_prompt_tokens)
@@ -388,11 +388,11 @@ def test_any_traffic_ends_with_the_pool_whole_and_every_prompt_cut_alike(
                 scheduler.finish(request)
         abort_due(scheduler, aborts)
         scheduler.check()
-    for request, found in cuts.items():
-        assert all(start % CHUNK == 0 for start, _ in found)
-        assert all(end % CHUNK == 0 or end == request.num_prompt_tokens for _, end in found)
+    for request, cut_points in cuts.items():
+        assert all(start % CHUNK == 0 for start, _ in cut_points)
+        assert all(end % CHUNK == 0 or end == request.num_prompt_tokens for _, end in cut_points)
         # one token of a prompt comes alone exactly where its last chunk has no more
-        assert all((end - start == 1) == (end % CHUNK == 1 and start == end - 1) for start, end in found)
+        assert all((end - start == 1) == (end % CHUNK == 1 and start == end - 1) for start, end in cut_points)
     assert scheduler.tables.pool.num_available == pages
 
 
@@ -455,9 +455,9 @@ def test_of_prefixes_that_are_copied_leaves_go_before_roots_and_do_not_push_them
     scheduler.add(Scheduled(3 * PAGE_SIZE + 1, 3 * PAGE_SIZE + 1, prefix=names))
     run(scheduler)
     assert pool.num_cached == 3
-    for left in (2, 1, 0):
-        pool.release(pool.allocate(pool.num_available - left))
-        assert [pool.holds(name) for name in names] == [number < left for number in range(3)]
+    for num_left in (2, 1, 0):
+        pool.release(pool.allocate(pool.num_available - num_left))
+        assert [pool.holds(name) for name in names] == [number < num_left for number in range(3)]
     scheduler.check()
 
 
@@ -557,24 +557,28 @@ def test_any_traffic_of_adapters_ends_and_nobody_waits_where_there_is_room(
         schedule = step(scheduler)
         residency.loading.clear()
         assert schedule.shares or not (scheduler.num_running or scheduler.num_waiting), "everybody waits"
-        held = {request.adapter for request, _ in schedule.shares} - {None}
-        assert len(held) <= adapter_slots
+        resident = {request.adapter for request, _ in schedule.shares} - {None}
+        assert len(resident) <= adapter_slots
         for request, _ in schedule.shares:
-            there = residency.slot_of.get(request.adapter, -1)
-            assert residency.adapter_slots[request.slot] == there and (there >= 0) == (request.adapter is not None)
+            slot_of_adapter = residency.slot_of.get(request.adapter, -1)
+            assert residency.adapter_slots[request.slot] == slot_of_adapter and (slot_of_adapter >= 0) == (
+                request.adapter is not None
+            )
         queued = [item for item in added if item.status is Status.WAITING]
         swapped = [item for item in added if item.status is Status.SWAPPED]
-        there = {
+        slot_of_adapter = {
             adapter
             for adapter, adapter_slot in residency.slot_of.items()
             if (residency.adapter_slots == adapter_slot).any()
         }
-        first = next((item for item in queued if item.adapter is None or item.adapter in there), None)
+        first = next((item for item in queued if item.adapter is None or item.adapter in slot_of_adapter), None)
         ahead = queued[: queued.index(first)] if first is not None else []
-        full = len(there) == adapter_slots and not forks  # further choices may end within `step`, and make room
+        full = (
+            len(slot_of_adapter) == adapter_slots and not forks
+        )  # further choices may end within `step`, and make room
         if first is not None and not swapped and full and (first.adapter is None or patience > count):
             # Those ahead of it have no place, so it waits for a slot or for pages, for nothing else.
-            assert all(item.adapter not in there for item in ahead)
+            assert all(item.adapter not in slot_of_adapter for item in ahead)
             tokens = first.max_tokens
             if admission == "optimistic":
                 tokens = min(tokens, first.num_prompt_tokens + policy.LOOKAHEAD)

@@ -97,7 +97,7 @@ def test_the_cache_holds_what_plain_steps_leave_there(model: Model) -> None:
     cache = model.executor.cache
     model.step([Advance(0, tokens[:50], 0)])
     plain = [model.step([Advance(0, tokens[at : at + 1], at)])[0] for at in range(50, 200)]
-    left = cache.copy_out(0, 0, 256)
+    copied = cache.copy_out(0, 0, 256)
     model.step([Advance(1, tokens[:50], 0)])
     random = np.random.default_rng(0)
     at = 50
@@ -109,7 +109,7 @@ def test_the_cache_holds_what_plain_steps_leave_there(model: Model) -> None:
         np.testing.assert_array_equal(actual[:right], plain[at - 50 : at - 50 + right])
         at += right
         model.keep(1, at)
-    for first, other in zip(cache.copy_out(1, 0, 256), left):
+    for first, other in zip(cache.copy_out(1, 0, 256), copied):
         np.testing.assert_array_equal(first, other)
     for slot in (0, 1):
         model.release(slot)
@@ -128,12 +128,12 @@ def test_ngrams_draft_what_followed_before() -> None:
 def test_the_same_layers_draft_what_is_accepted_and_a_cut_shares_them(demo: Results, model: Model) -> None:
     requests = [Request(repeating(seed, 150), 40, sampling=item) for seed, item in enumerate(SAMPLINGS[1:4])]
     plain = run(Engine(model), *requests)
-    for layers, least in (("all", 0.8), (2, 0.05)):
+    for layers, min_share in (("all", 0.8), (2, 0.05)):
         draft = open_model(demo, layers=layers, cut_of=model, chunk_size=64)
         assert draft.executor.network.layers[0] is model.executor.network.layers[0]
         speculation = Speculation(ModelDrafter(draft), 4)
         assert run(Engine(model, speculation=speculation), *requests) == plain
-        assert sum(speculation.accepted) >= least * speculation.num_draft_tokens, speculation.counts()
+        assert sum(speculation.accepted) >= min_share * speculation.num_draft_tokens, speculation.counts()
         assert [draft.length(slot) for slot in range(4)] == [0] * 4
 
 
@@ -244,11 +244,11 @@ def test_streams_go_on_plain_when_the_draft_model_dies(demo: Results, model: Mod
     class Dying(ModelDrafter):
         left = 3
 
-        def propose(self, asked):  # type: ignore[no-untyped-def]  # as its base does
+        def propose(self, requests):  # type: ignore[no-untyped-def]  # as its base does
             self.left -= 1
             if not self.left:
                 raise RuntimeError("out of\nmemory")
-            return super().propose(asked)
+            return super().propose(requests)
 
     requests = [Request(repeating(seed), 30, sampling=item) for seed, item in enumerate(SAMPLINGS[:3])]
     speculation = Speculation(Dying(open_model(demo, cut_of=model)), 4)
@@ -279,8 +279,8 @@ def test_a_draft_longer_than_the_window_or_of_another_tokenizer_is_refused(demo:
     )
     tokenizer = json.loads((paths[1].parent / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
-    one, two = list(vocabulary)[40:42]
-    vocabulary[one], vocabulary[two] = vocabulary[two], vocabulary[one]
+    first, two = list(vocabulary)[40:42]
+    vocabulary[first], vocabulary[two] = vocabulary[two], vocabulary[first]
     file = tmp_path / "tokenizer.json"
     file.write_text(json.dumps(tokenizer))
     entry = FileEntry(file.name, sha256_file(file))
@@ -305,8 +305,8 @@ def test_commands_give_the_plain_answer_and_say_what_was_drafted(demo: Results, 
     tree = make_tree(tmp_path / "results", demo)
     command = ["generate", "demo-llama/fp32", "--prompt", "a b a b a b", "--json", "--results", str(tree)]
     plain, *drafted = (
-        CliRunner().invoke(cli, [*command, *more])
-        for more in ([], ["--speculative", "ngram:4"], ["--speculative", "draft=demo-llama/fp32/2:3"])
+        CliRunner().invoke(cli, [*command, *options])
+        for options in ([], ["--speculative", "ngram:4"], ["--speculative", "draft=demo-llama/fp32/2:3"])
     )
     expected = json.loads(plain.stdout)["choices"]
     for result in drafted:
@@ -315,9 +315,9 @@ def test_commands_give_the_plain_answer_and_say_what_was_drafted(demo: Results, 
     source = tmp_path / "prompts.jsonl"
     outs = [tmp_path / "plain.jsonl", tmp_path / "drafted.jsonl"]
     source.write_text("".join(json.dumps({"prompt": text, "max_tokens": 30}) + "\n" for text in ("a b a b", "x")))
-    for out, more in zip(outs, ([], ["--speculative", "ngram:4"])):
+    for out, options in zip(outs, ([], ["--speculative", "ngram:4"])):
         files = ["--input", str(source), "--output", str(out), "--results", str(tree)]
-        assert CliRunner().invoke(cli, ["generate", "demo-llama/fp32", *files, *more]).exit_code == 0
+        assert CliRunner().invoke(cli, ["generate", "demo-llama/fp32", *files, *options]).exit_code == 0
     assert outs[0].read_text() == outs[1].read_text()
 
 

@@ -67,10 +67,10 @@ class Split:
 
     def error(self, assembly: Assembly) -> float:
         """Of the logits of all tokens, brought in chunks and mixed with another request's, over their deviation."""
-        found = parity.step_through(
+        worst = parity.step_through(
             ReferenceRunner(self.files, assembly, self.tensors, len(self.sequences), 24), self.sequences
         )
-        return parity.max_difference(found, self.expected)
+        return parity.max_difference(worst, self.expected)
 
     @property
     def ranks(self) -> TensorParallel:
@@ -96,17 +96,17 @@ def make_split(shared: Shared, family: str, degree: int) -> Split:
     tensors = parity.checkpoint_tensors(parity.reference_model(config, 0, 1.0))
     random = np.random.default_rng(0)
     sequences = [random.integers(0, assembly.vocab_size, length) for length in parity.LENGTHS]
-    found = Split(files, assembly, tensors, sequences, [])
-    one = ReferenceRunner(files, replace(assembly, tensor_parallel=None), tensors, len(sequences), 24)
-    found.expected += parity.step_through(one, sequences)
-    return found
+    built = Split(files, assembly, tensors, sequences, [])
+    runner = ReferenceRunner(files, replace(assembly, tensor_parallel=None), tensors, len(sequences), 24)
+    built.expected += parity.step_through(runner, sequences)
+    return built
 
 
 @pytest.mark.parametrize("degree", [2, 4])
 @pytest.mark.parametrize("family", some_families(*ALWAYS, sinks=False))
 def test_ranks_compute_what_one_rank_does(split: Splits, family: str, degree: int) -> None:
-    found = split(family, degree)
-    assert found.error(found.assembly) < TOLERANCE
+    built = split(family, degree)
+    assert built.error(built.assembly) < TOLERANCE
 
 
 @pytest.mark.parametrize(("family", "middle", "exit"), [
@@ -125,9 +125,9 @@ def test_attention_and_mlp_side_by_side_are_added_in_one_sum(
 @pytest.mark.parametrize("family", ALWAYS)
 def test_every_shard_is_a_slice_of_the_whole_and_together_they_are_it(split: Splits, family: str) -> None:
     """And all weights with more than one axis but norms, routers and latents are split."""
-    found = split(family, 4)
-    for name, sharded in found.ranks.classes.items():
-        for slot in found.assembly.classes[name].signature.slots:
+    built = split(family, 4)
+    for name, sharded in built.ranks.classes.items():
+        for slot in built.assembly.classes[name].signature.slots:
             full = np.arange(np.prod(slot.sizes)).reshape(slot.sizes)
             parts = [sharded.take_weight(slot.name, full, rank) for rank in range(4)]
             if slot.name in sharded.first:
@@ -204,9 +204,9 @@ def heads_of(rank: int, ranks: int) -> tuple[list[int], list[int]]:
 def test_fused_weights_are_cut_by_their_heads_halves_and_experts(
     split: Splits, family: str, name: str, ranks: int
 ) -> None:
-    found = split(family, ranks)
-    sharded = found.ranks.classes["middle"]
-    (slot,) = (slot for slot in found.assembly.classes["middle"].signature.slots if slot.name.endswith(name))
+    built = split(family, ranks)
+    sharded = built.ranks.classes["middle"]
+    (slot,) = (slot for slot in built.assembly.classes["middle"].signature.slots if slot.name.endswith(name))
     full = np.random.default_rng(0).standard_normal(slot.sizes)
     for rank in range(ranks):
         assert np.array_equal(sharded.take_weight(slot.name, full, rank), FUSED[family, name](full, rank, ranks))
@@ -390,15 +390,15 @@ def test_a_rank_reads_whole_rows_where_they_lie(tiny: Results) -> None:
     slots = assembly.classes[part.graph].signature.slots
     sharded = assembly.tensor_parallel.classes[part.graph]
     for rank in range(assembly.tensor_parallel.degree):
-        own = RankWeights(weights, part.slots, slots, sharded, rank)
+        rank_weights = RankWeights(weights, part.slots, slots, sharded, rank)
         for slot in slots:
             full = slot_array(weights, part.slots[slot.name], slot.sizes)
-            actual = own[slot.name]
+            actual = rank_weights[slot.name]
             shard = sharded.weights.get(slot.name)
             assert actual.shape == (shard.shape(slot.shape) if shard else slot.shape)
             assert np.shares_memory(actual, full)
             assert actual.flags.c_contiguous == (shard is None or shard.axis == 0)
-            assert (own.location(slot.name) is None) == (shard is not None)
+            assert (rank_weights.location(slot.name) is None) == (shard is not None)
 
 
 def test_validation_runs_the_ranks(shared: Shared, tmp_path: Path) -> None:

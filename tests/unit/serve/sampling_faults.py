@@ -49,12 +49,12 @@ def _other_rules(change: Callable[[sampling.Sampling], dict[str, Any]]) -> Fault
 def _counting_the_prompt(right: Any, self: logits_pipeline.Sampler, *arguments: Any) -> np.ndarray:
     prompt = self.prompt_ids.tolist()
     rules = self.sampling
-    more = {
+    wrong_counts = {
         "answer": [*prompt, *self.answer],
         "counts": self.counts + Counter(prompt),
         "sampling": replace(rules, min_tokens=rules.min_tokens and rules.min_tokens + len(prompt)),
     }
-    with mock.patch.multiple(self, **more):
+    with mock.patch.multiple(self, **wrong_counts):
         return right(self, *arguments)
 
 
@@ -117,16 +117,16 @@ IN_ENGINE: dict[str, Fault] = {
 }
 
 
-def _top_k(of: sampling.Sampling, more: int) -> sampling.Sampling:
-    return replace(of, top_k=of.top_k + more) if of.top_k else of
+def _top_k(of: sampling.Sampling, offset: int) -> sampling.Sampling:
+    return replace(of, top_k=of.top_k + offset) if of.top_k else of
 
 
 def _top_p_first(right: Any, row: np.ndarray, of: sampling.Sampling) -> tuple[np.ndarray | None, np.ndarray]:
-    kept, _ = right(row, replace(of, top_k=0, min_p=0.0))
+    candidates, _ = right(row, replace(of, top_k=0, min_p=0.0))
     ids, weights = right(row, replace(of, top_p=1.0))
     ids = np.arange(len(row)) if ids is None else ids
-    both = np.isin(ids, np.arange(len(row)) if kept is None else kept)
-    return ids[both], weights[both]
+    is_kept = np.isin(ids, np.arange(len(row)) if candidates is None else candidates)
+    return ids[is_kept], weights[is_kept]
 
 
 def _ended(token: Any) -> Any:

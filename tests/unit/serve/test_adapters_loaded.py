@@ -125,7 +125,7 @@ def test_without_the_option_no_folder_is_read(results: Results, root: Path) -> N
 def test_a_folder_that_changes_is_refused_until_it_is_loaded_again(server: RealServer, root: Path) -> None:
     assert text(server, lora="changes") == LIGHT["captain"]
     weights = root / "changes" / "adapter_model.safetensors"
-    kept = weights.read_bytes()
+    original = weights.read_bytes()
     shutil.copy(ADAPTERS / "shakespeare" / "adapter_model.safetensors", weights)
     shutil.copy(ADAPTERS / "shakespeare" / "adapter_config.json", weights.with_name("adapter_config.json"))
     status, answer = completion(server, lora="changes")
@@ -133,7 +133,7 @@ def test_a_folder_that_changes_is_refused_until_it_is_loaded_again(server: RealS
     assert text(server, model="demo-lora:changes") == LIGHT["captain"], "what was loaded is what it is"
     assert post(server, "/v1/unload_lora_adapter", {"lora_name": "changes"})[0] == 200
     assert text(server, lora="changes").startswith(LIGHT["shakespeare"])
-    assert kept != weights.read_bytes()
+    assert original != weights.read_bytes()
 
 
 def test_vllms_requests_load_and_unload(server: RealServer, root: Path) -> None:
@@ -149,10 +149,10 @@ def test_vllms_requests_load_and_unload(server: RealServer, root: Path) -> None:
         status, answer = post(server, "/v1/unload_lora_adapter", {"lora_name": "mine"})
         assert status == 409 and "found 'mine' in use" in answer
     deadline = time.monotonic() + 20
-    while (found := post(server, "/v1/unload_lora_adapter", {"lora_name": "mine"}))[0] == 409:
+    while (reply := post(server, "/v1/unload_lora_adapter", {"lora_name": "mine"}))[0] == 409:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    assert found == (200, "Success: LoRA adapter 'mine' removed successfully.")
+    assert reply == (200, "Success: LoRA adapter 'mine' removed successfully.")
     assert completion(server, model="demo-lora:mine")[0] == 404 and "demo-lora:mine" not in names(server)
     assert post(server, "/v1/unload_lora_adapter", {"lora_name": "captain"})[0] == 404, "the config's stay"
 
@@ -229,11 +229,11 @@ def test_an_engine_that_is_started_again_has_what_was_loaded_but_for_what_change
         full = text(server, max_tokens=200, **body)
         with server.opened("Light", 200, **body) as events:
             reader = iter(events)
-            found = next(reader)["choices"][0]["text"]
+            resumed_text = next(reader)["choices"][0]["text"]
             (root / "gone").rename(root / "away")
             os.kill(server.engine_pid, signal.SIGKILL)
-            found += "".join(event["choices"][0]["text"] for event in reader)
-        assert found == full
+            resumed_text += "".join(event["choices"][0]["text"] for event in reader)
+        assert resumed_text == full
         assert "demo-lora:sailor" in names(server) and "demo-lora:gone" not in names(server)
         assert completion(server, model="demo-lora:gone")[0] == 404
         assert text(server, lora="sailor") == LIGHT["captain"]

@@ -104,8 +104,8 @@ def test_tritons_requests_name_adapters(server: RealServer) -> None:
         return post(server, "/v2/models/ensemble/generate", body)
 
     for number, (name, text) in enumerate(LIGHT.items()):
-        for asked in ({"lora_task_id": number}, {"lora": name} if name else {}):
-            status, answer = generate(**asked)
+        for parameters in ({"lora_task_id": number}, {"lora": name} if name else {}):
+            status, answer = generate(**parameters)
             assert status == 200 and answer["text_output"].startswith(text), answer
     status, answer = generate(lora_task_id=3)
     assert status == 404 and "lora_task_id: expected 0 (none) to 2" in answer["error"]
@@ -120,11 +120,11 @@ def test_tritons_requests_name_adapters(server: RealServer) -> None:
 
 @pytest.mark.long
 def test_a_stream_with_an_adapter_goes_on_behind_an_engine_that_was_killed(results: Results) -> None:
-    more = {"model": "demo-lora:captain", "ignore_eos": True}
+    extra = {"model": "demo-lora:captain", "ignore_eos": True}
     with RealServer(results.root, target=TARGET) as server:
-        body = {"prompt": "Light", "max_tokens": 200, "temperature": 0, **more}
+        body = {"prompt": "Light", "max_tokens": 200, "temperature": 0, **extra}
         full = post(server, "/v1/completions", body)[1]["choices"][0]["text"]
-        with server.opened("Light", 200, **more) as events:
+        with server.opened("Light", 200, **extra) as events:
             reader = iter(events)
             text = next(reader)["choices"][0]["text"]
             os.kill(server.engine_pid, signal.SIGKILL)
@@ -139,18 +139,18 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
 
 def test_generate_and_files_take_adapters(results: Results, tmp_path: Path) -> None:
     place = [TARGET, "--results", str(results.root), "--max-new-tokens", "16"]
-    made = run("generate", *place, "--prompt", "Light", "--adapter", "captain")
-    assert made.returncode == 0 and made.stdout.strip() == LIGHT["captain"].strip()
-    made = run("generate", *place, "--prompt", "Light", "--adapter", "captain", "--json")
-    assert made.returncode == 0 and json.loads(made.stdout)["choices"][0]["text"] == LIGHT["captain"]
-    made = run("generate", *place, "--prompt", "Light", "--adapter", "pirate")
-    assert made.returncode == 2 and "expected one of captain, shakespeare; found 'pirate'" in made.stderr
+    generated = run("generate", *place, "--prompt", "Light", "--adapter", "captain")
+    assert generated.returncode == 0 and generated.stdout.strip() == LIGHT["captain"].strip()
+    generated = run("generate", *place, "--prompt", "Light", "--adapter", "captain", "--json")
+    assert generated.returncode == 0 and json.loads(generated.stdout)["choices"][0]["text"] == LIGHT["captain"]
+    generated = run("generate", *place, "--prompt", "Light", "--adapter", "pirate")
+    assert generated.returncode == 2 and "expected one of captain, shakespeare; found 'pirate'" in generated.stderr
     source = tmp_path / "in.jsonl"
     out = tmp_path / "out.jsonl"
     lines = [{"prompt": "Light", "lora": name} for name in ("captain", "shakespeare")] + [{"prompt": "Light"}]
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    made = run("generate", *place, "--input", str(source), "--output", str(out))
-    assert made.returncode == 0, made.stderr
+    generated = run("generate", *place, "--input", str(source), "--output", str(out))
+    assert generated.returncode == 0, generated.stderr
     texts = {record["line"]: record["choices"][0]["text"] for record in map(json.loads, out.read_text().splitlines())}
     assert texts[1] == LIGHT["captain"] and texts[2] == LIGHT["shakespeare"] and texts[3].startswith(LIGHT[None])  # type: ignore[arg-type]
 

@@ -201,11 +201,11 @@ def test_arguments_are_what_the_template_wants(theirs: Any, inner: str) -> None:
     """The client's text to the byte, or the object that it represents."""
     template = "{% for call in messages[1].tool_calls %}{% set call = call.function %}" + inner + "{% endfor %}"
     text = '{"b":  "Zürich",\n "a": [1, null]}'
-    given = called(text if inner in AS_TEXT else json.loads(text))
-    expected = theirs.apply_chat_template(given, chat_template=template, tokenize=False)
+    arguments_seen = called(text if inner in AS_TEXT else json.loads(text))
+    expected = theirs.apply_chat_template(arguments_seen, chat_template=template, tokenize=False)
     assert render(template, template_messages(called(text))) == expected
     if inner in AS_OBJECT:  # a client may send the object itself
-        assert render(template, template_messages(given)) == expected
+        assert render(template, template_messages(arguments_seen)) == expected
 
 
 def test_arguments_that_are_no_object_are_refused() -> None:

@@ -145,8 +145,8 @@ def test_a_completion_takes_the_parameters(server: ScriptedServer, shown: Browse
     ask(shown, "Once")
     shown.wait("at('stop').hidden && " + ANSWER + " === 'Oncew0 w1 w2 '")
     (body,) = server.bodies
-    wanted = {"prompt": "Once", "temperature": 0.25, "top_p": 0.5, "max_tokens": 3, "seed": 7, "stop": ["END", "X"]}
-    assert {name: body[name] for name in wanted} == wanted and body["model"] == "scripted"
+    fields = {"prompt": "Once", "temperature": 0.25, "top_p": 0.5, "max_tokens": 3, "seed": 7, "stop": ["END", "X"]}
+    assert {name: body[name] for name in fields} == fields and body["model"] == "scripted"
 
 
 @pytest.mark.parametrize("way", some(["click", "Escape"]))
@@ -270,8 +270,8 @@ def test_the_strip_follows_the_server(server: ScriptedServer, shown: Browser) ->
 @pytest.mark.long
 def test_the_bar_is_seen_to_move_while_an_answer_comes(server: ScriptedServer, shown: Browser) -> None:
     server.script = lambda body, number: (step for at in range(1000) for step in (0.05, f"w{at} "))
-    seen = "(where, how) => (where === 'status' && looks.push(performance.now()), real(where, how))"
-    shown.run(f"window.looks = []; window.fetch = ((real) => {seen})(fetch); null")
+    script = "(where, how) => (where === 'status' && looks.push(performance.now()), real(where, how))"
+    shown.run(f"window.looks = []; window.fetch = ((real) => {script})(fetch); null")
     ask(shown, "Go on")
     shown.wait(ANSWER + ".includes('w1 ')")
     server.status |= {"pages": {"total": 200, "used": 151, "cached": 0}}
@@ -287,8 +287,8 @@ def test_a_model_without_a_chat_template_is_completed(server: ScriptedServer, br
 
 
 def test_the_key_goes_with_each_request_and_stays_nowhere(server: ScriptedServer, shown: Browser) -> None:
-    seen = "(where, how) => (keys.push(how?.headers?.Authorization), real(where, how))"
-    shown.run(f"window.keys = []; window.fetch = ((real) => {seen})(fetch); at('key').value = 'secret'; null")
+    script = "(where, how) => (keys.push(how?.headers?.Authorization), real(where, how))"
+    shown.run(f"window.keys = []; window.fetch = ((real) => {script})(fetch); at('key').value = 'secret'; null")
     ask(shown, "Hello")
     shown.wait("at('stop').hidden && document.querySelectorAll('.assistant').length === 1 && keys.length > 1")
     assert shown.run("keys.every((key) => key === 'Bearer secret')")
@@ -358,9 +358,9 @@ def test_the_page_fits_and_can_be_read(server: ScriptedServer, shown: Browser, w
     assert shown.run("document.documentElement.scrollWidth") <= width  # nothing stands out to the side
     ratio, where = shown.run(CONTRAST)
     assert ratio >= 4.5, where  # WCAG 2.1, success criterion 1.4.3, level AA
-    seen = "filter((each) => each.checkVisibility() && each.type !== 'radio')"
+    script = "filter((each) => each.checkVisibility() && each.type !== 'radio')"
     controls = "[...document.querySelectorAll('button, input, select')]"
-    sizes = shown.run(f"{controls}.{seen}.map((each) => each.offsetHeight)")
+    sizes = shown.run(f"{controls}.{script}.map((each) => each.offsetHeight)")
     assert min(sizes) >= 44  # points, for a finger
     first = shown.run("at('send').offsetTop - at('clear').offsetTop")
     assert first == 0  # in one line on a phone too

@@ -67,8 +67,8 @@ KEY = {"Authorization": "Bearer secret-key"}
 
 
 def complete(server: RealServer, seconds: float = 60, **body: Any) -> tuple[int, Any]:
-    given = {"model": "demo-llama", "prompt": PROMPT, "max_tokens": 5, "temperature": 0, "ignore_eos": True, **body}
-    status, _, data = server.request("POST", "/v1/completions", given, KEY, seconds)
+    request = {"model": "demo-llama", "prompt": PROMPT, "max_tokens": 5, "temperature": 0, "ignore_eos": True, **body}
+    status, _, data = server.request("POST", "/v1/completions", request, KEY, seconds)
     return status, data
 
 
@@ -115,16 +115,16 @@ def test_a_full_queue_and_a_client_that_left_are_told_apart(server: RealServer, 
     try:
         with pytest.raises(TimeoutError):
             complete(server, 0.5, n=2)
-        (left,) = log.lines(1)
-        with ThreadPoolExecutor() as others:
-            waiting = [others.submit(complete, server) for _ in range(3)]
+        (entry,) = log.lines(1)
+        with ThreadPoolExecutor() as pool:
+            waiting = [pool.submit(complete, server) for _ in range(3)]
             full = log.lines(2)[1]
             os.kill(server.engine_pid, signal.SIGCONT)
             assert sorted(item.result()[0] for item in waiting) == [200, 200, 429]
     finally:
         os.kill(server.engine_pid, signal.SIGCONT)
-    assert (left["status"], left["finish_reasons"], left["error"]) == (499, ["abort", "abort"], None)
-    assert left["queue_seconds"] is None and left["ttft_seconds"] is None
+    assert (entry["status"], entry["finish_reasons"], entry["error"]) == (499, ["abort", "abort"], None)
+    assert entry["queue_seconds"] is None and entry["ttft_seconds"] is None
     assert (full["status"], full["error"]) == (429, "queue_full")
     log.lines(4)  # of the two that were answered, too: the next test's log begins after them
 
@@ -159,9 +159,9 @@ def test_requests_over_grpc_have_lines(server: RealServer, log: Log) -> None:
             call("ModelInfer", request)
         method = channel.stream_stream(f"/{SERVICE}/ModelStreamInfer", lambda message: message.SerializeToString())
         assert list(method(iter([request]), metadata=[key], timeout=30))
-    whole, refused, stream = log.lines(3)
-    assert (whole["id"], whole["endpoint"], whole["status"]) == ("over grpc", "ModelInfer", 200)
-    assert whole["completion_tokens"] == 3 and refused["status"] == 401
+    complete, refused, stream = log.lines(3)
+    assert (complete["id"], complete["endpoint"], complete["status"]) == ("over grpc", "ModelInfer", 200)
+    assert complete["completion_tokens"] == 3 and refused["status"] == 401
     assert (stream["endpoint"], stream["status"], stream["completion_tokens"]) == ("ModelStreamInfer", 200, 3)
 
 

@@ -70,9 +70,9 @@ def test_prompts_and_choices_are_numbered_in_order(server: RealServer) -> None:
 def test_token_ids_are_taken_as_they_are(server: RealServer) -> None:
     ids = [1, 17, 300, 45]
     assert server.complete(ids, 8)["usage"]["prompt_tokens"] == 4
-    both = server.complete([ids, [5, 6]], 8)
-    assert both["choices"][0]["text"] == server.complete(ids, 8)["choices"][0]["text"]
-    assert both["usage"]["prompt_tokens"] == 6
+    choices = server.complete([ids, [5, 6]], 8)
+    assert choices["choices"][0]["text"] == server.complete(ids, 8)["choices"][0]["text"]
+    assert choices["usage"]["prompt_tokens"] == 6
 
 
 def test_a_seed_gives_the_same_text_whatever_runs_beside_it(server: RealServer) -> None:
@@ -114,8 +114,8 @@ def test_a_stop_string_ends_no_answer_before_min_tokens(server: RealServer) -> N
     stopped = server.complete(PROMPT, 30, stop=stop)
     assert stopped["choices"][0]["text"] == text[: text.index(stop)]
     assert server.complete(PROMPT, 30, stop=stop, min_tokens=29)["choices"][0]["text"] == text
-    least = stopped["usage"]["completion_tokens"] - 1  # it ends in the token after those
-    assert server.complete(PROMPT, 30, stop=stop, min_tokens=least)["choices"] == stopped["choices"]
+    min_tokens = stopped["usage"]["completion_tokens"] - 1  # it ends in the token after those
+    assert server.complete(PROMPT, 30, stop=stop, min_tokens=min_tokens)["choices"] == stopped["choices"]
 
 
 def test_the_model_need_not_be_named(server: RealServer) -> None:
@@ -127,8 +127,10 @@ def test_the_model_need_not_be_named(server: RealServer) -> None:
 def test_the_token_that_was_chosen_is_among_the_likeliest(server: RealServer) -> None:
     for number in (0, 1):
         choice = server.complete(PROMPT, 8, logprobs=number, temperature=2.0, seed=1)["choices"][0]
-        found = choice["logprobs"]
-        for token, value, top in zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True):
+        logprobs = choice["logprobs"]
+        for token, value, top in zip(
+            logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
+        ):
             assert token in top and top[token] >= value and number <= len(top) <= number + 1
 
 
@@ -276,8 +278,8 @@ def test_a_bad_body_is_told_in_one_line(
 
 def test_null_is_as_if_left_out_and_the_unknown_is_ignored(server: RealServer) -> None:
     names = ("stop", "logprobs", "seed", "n", "stream", "logit_bias", "top_p", "stream_options", "echo", "suffix")
-    given = server.complete("a", 4, **dict.fromkeys(names), user="me", something_new={"a": [1]})
-    assert given["choices"] == server.complete("a", 4)["choices"]
+    choice = server.complete("a", 4, **dict.fromkeys(names), user="me", something_new={"a": [1]})
+    assert choice["choices"] == server.complete("a", 4)["choices"]
 
 
 # Of OpenAI, vLLM, SGLang, llama.cpp and routers, which clients send to any server.
@@ -296,9 +298,9 @@ IGNORED = """
 def test_a_name_that_others_know_is_no_slip(server: RealServer) -> None:
     """Each is accepted, or refused for what it is; none for being near another."""
     for kind in (CompletionBody, ChatBody):
-        known = (*kind.__struct_fields__, *kind.UNSUPPORTED)
-        assert not [(name, item) for name in IGNORED for item in known if name not in known and is_near(name, item)]
-        assert not [(name, item) for name in known for item in known if is_near(name, item) and name not in known]
+        fields = (*kind.__struct_fields__, *kind.UNSUPPORTED)
+        assert not [(name, item) for name in IGNORED for item in fields if name not in fields and is_near(name, item)]
+        assert not [(name, item) for name in fields for item in fields if is_near(name, item) and name not in fields]
     assert is_near("max_token", "max_tokens") and not is_near("maxtoken", "max_tokens") and not is_near("m", "n")
     assert server.complete("a", 2, **dict.fromkeys(IGNORED))["choices"]
 
@@ -397,15 +399,15 @@ def test_http_1_0_and_kept_connections_are_served(server: RealServer) -> None:
         client.sendall(head + body)
         answer = b"".join(iter(lambda: client.recv(65536), b""))
     assert b" 200 OK" in answer and b'"text_completion"' in answer
-    kept = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
     sockets = set()
     for _ in range(3):
-        kept.request("POST", "/v1/completions", body)
-        answered = kept.getresponse()
+        connection.request("POST", "/v1/completions", body)
+        answered = connection.getresponse()
         assert answered.status == 200 and json.loads(answered.read())["choices"]
-        sockets.add(kept.sock)
+        sockets.add(connection.sock)
     assert len(sockets) == 1
-    kept.close()
+    connection.close()
 
 
 def test_a_page_of_another_site_cannot_use_the_server(server: RealServer) -> None:
@@ -484,18 +486,18 @@ def test_a_request_that_is_refused_is_in_no_series(server: RealServer) -> None:
 
 def test_the_dashboard_asks_for_the_series_that_there_are(server: RealServer) -> None:
     dashboard = json.loads((ROOT / "resources" / "grafana" / "lockstep.json").read_text(encoding="utf-8"))
-    asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    asked += [item["definition"] for item in dashboard["templating"]["list"] if "definition" in item]
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    expressions += [item["definition"] for item in dashboard["templating"]["list"] if "definition" in item]
     series = set()
-    for query in asked:
+    for query in expressions:
         matches = re.findall(r"([a-zA-Z_:][\w:]*)(?=\{)|label_values\((\S+),", query.replace("${prefix}", "lockstep"))
         assert matches, query
         series |= {name or of_label for name, of_label in matches}
     server.complete("a", 1)  # a reason of an end is there once there was one
-    there = {name.partition("{")[0] for name in numbers(server)}
-    assert series <= there
+    exported = {name.partition("{")[0] for name in numbers(server)}
+    assert series <= exported
     # and none is forgotten
-    assert {name for name in there if not name.endswith(("_created", "_sum", "_count", "_info"))} == series
+    assert {name for name in exported if not name.endswith(("_created", "_sum", "_count", "_info"))} == series
 
 
 def numbers(server: RealServer) -> dict[str, float]:

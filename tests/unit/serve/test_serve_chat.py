@@ -194,8 +194,8 @@ def test_a_token_that_is_a_part_of_a_character_has_its_bytes_and_the_end_its_nam
 
 
 def test_a_developer_is_the_system(client: openai.OpenAI) -> None:
-    asked = [chat(client, [{"role": role, "content": "San"}, *USER]) for role in ("system", "developer")]
-    assert asked[0].choices == asked[1].choices and asked[0].usage == asked[1].usage
+    answers = [chat(client, [{"role": role, "content": "San"}, *USER]) for role in ("system", "developer")]
+    assert answers[0].choices == answers[1].choices and answers[0].usage == answers[1].usage
 
 
 def test_without_a_limit_a_chat_takes_what_is_left(client: openai.OpenAI) -> None:
@@ -236,8 +236,8 @@ def test_errors_are_those_of_the_package(client: openai.OpenAI, other: RealServe
         assert wrong.value.param == "max_tokens" and wrong.value.type == "invalid_request_error"
         with client_of(other, "wrong") as stranger, pytest.raises(openai.AuthenticationError):
             ask(stranger)
-        with client_of(other, "a-key") as known:
-            ask(known, max_tokens=1)
+        with client_of(other, "a-key") as authorized:
+            ask(authorized, max_tokens=1)
 
 
 REFUSED = {

@@ -146,16 +146,16 @@ def test_idle_connections_cost_no_slot(server: RealServer) -> None:
 
 
 def test_an_engine_that_is_killed_is_replaced_and_streams_go_on_to_the_same_text(tree: Path) -> None:
-    asked: list[dict[str, Any]] = [
+    bodies: list[dict[str, Any]] = [
         {"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True},
         {"prompt": "The pendulum", "max_tokens": 120, "temperature": 1.0, "seed": 5, "n": 2, "ignore_eos": True},
         {"prompt": [7, 8, 9], "max_tokens": 90, "frequency_penalty": 0.5, "ignore_eos": True, "logprobs": 2},
     ]  # fmt: skip
     with RealServer(tree) as server:
-        full = [server.complete(**body)["choices"] for body in asked]
+        full = [server.complete(**body)["choices"] for body in bodies]
         with contextlib.ExitStack() as stack:
-            opened = [stack.enter_context(server.opened(**body)) for body in asked]
-            parts: list[dict[int, str]] = [{} for _ in asked]
+            opened = [stack.enter_context(server.opened(**body)) for body in bodies]
+            parts: list[dict[int, str]] = [{} for _ in bodies]
             readers = [iter(events) for events in opened]
             for number, reader in enumerate(readers):
                 add(parts[number], next(reader))
@@ -202,8 +202,10 @@ def test_an_engine_that_dies_twice_at_a_request_ends_it_with_an_error(tree: Path
                 os.kill(server.engine_pid, signal.SIGKILL)
                 *_, last = events
                 assert "died twice while it ran this request" in last["error"]["message"] and not events.done
-                said = list(later)[-1]["error"]["message"] if later.status == 200 else json.loads(later.answer.read())
-                assert "the engine died twice within a minute" in str(said)
+                message = (
+                    list(later)[-1]["error"]["message"] if later.status == 200 else json.loads(later.answer.read())
+                )
+                assert "the engine died twice within a minute" in str(message)
         server.wait_until(lambda status: status["restarts"] == 2)
         assert server.complete("a", 2)["choices"]
 
@@ -295,14 +297,14 @@ def until(holds: Callable[[], bool], seconds: float = 20) -> None:
 
 def test_clients_that_pipeline_and_read_nothing_are_ended(tree: Path) -> None:
     """Whole answers too, and those that need no key: their connections would stay for ever."""
-    asked = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    request = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with RealServer(tree, "--slow-reader", 1) as server, contextlib.ExitStack() as stack:
         before = server.num_sockets()
         for _ in range(20):
             end = stack.enter_context(socket.socket())
             end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             end.connect(("127.0.0.1", server.port))
-            end.sendall(asked * 1000)  # more than the kernel keeps
+            end.sendall(request * 1000)  # more than the kernel keeps
         until(lambda: server.num_sockets() >= before + 20)
         until(lambda: server.num_sockets() <= before)
         assert server.request("GET", "/health/ready")[0] == 200  # others are served
@@ -352,12 +354,12 @@ def test_keys_open_what_is_not_for_everyone(keyed: RealServer) -> None:
         status, headers, _ = keyed.request("GET", path)
         assert (status, headers["www-authenticate"]) == (401, "Bearer")
     wrong = ["Bearer third-key", "Bearer first-key2", "Bearer ", "first-key", "Basic first-key", "Bearer #", None]
-    for given in wrong:
-        headers = {} if given is None else {"Authorization": given}
+    for credentials in wrong:
+        headers = {} if credentials is None else {"Authorization": credentials}
         status, _, data = keyed.request("POST", "/v1/completions", body, headers)
         assert status == 401 and json.loads(data)["error"]["type"] == "authentication_error"
-    for given in ("Bearer first-key", "bearer second-key", "BEARER first-key"):
-        assert keyed.request("POST", "/v1/completions", body, {"Authorization": given})[0] == 200
+    for credentials in ("Bearer first-key", "bearer second-key", "BEARER first-key"):
+        assert keyed.request("POST", "/v1/completions", body, {"Authorization": credentials})[0] == 200
     assert keyed.request("GET", "/health/ready")[0] == 200
     assert "key" not in keyed.stderr
 
@@ -449,8 +451,8 @@ def test_a_bundle_is_served_with_its_weights_in_the_archive(demo: Results, tree:
     ],
 )  # fmt: skip
 def test_a_server_that_cannot_start_says_why_in_one_line(tree: Path, arguments: tuple[str, ...], line: str) -> None:
-    given = ("serve", *arguments, "--results", str(tree), "--port", "0")
-    ended = call("lockstep", given, tree, {**os.environ, "COLUMNS": "200"})
+    arguments_given = ("serve", *arguments, "--results", str(tree), "--port", "0")
+    ended = call("lockstep", arguments_given, tree, {**os.environ, "COLUMNS": "200"})
     assert ended.returncode == 2 and not ended.stdout
     assert line in ended.stderr and "Traceback" not in ended.stderr
     assert len(ended.stderr.strip().splitlines()) == 1

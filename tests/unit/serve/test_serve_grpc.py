@@ -67,11 +67,11 @@ class Caller:
         """A call that is under way."""
         method = self._channel.unary_unary(
             f"/{SERVICE}/{name}",
-            request_serializer=lambda given: given if isinstance(given, bytes) else given.SerializeToString(),
+            request_serializer=lambda message: message if isinstance(message, bytes) else message.SerializeToString(),
             response_deserializer=MESSAGES[f"{name}Response"].FromString,
         )
-        given = MESSAGES[f"{name}Request"]() if request is None else request
-        return method.future(given, metadata=self._metadata, timeout=60)
+        message = MESSAGES[f"{name}Request"]() if request is None else request
+        return method.future(message, metadata=self._metadata, timeout=60)
 
     def stream(self, requests: Any) -> Any:
         """The call of ModelStreamInfer: iterate to get its responses."""
@@ -115,12 +115,12 @@ def long(id: str, num_tokens: int = 240) -> Any:
 
 def raw(request: Any) -> Any:
     """The same, its values raw."""
-    made = MESSAGES["ModelInferRequest"].FromString(request.SerializeToString())
-    for tensor in made.inputs:
+    message = MESSAGES["ModelInferRequest"].FromString(request.SerializeToString())
+    for tensor in message.inputs:
         values = list(tensor.contents.int_contents)
-        made.raw_input_contents.append(b"".join(value.to_bytes(4, "little", signed=True) for value in values))
+        message.raw_input_contents.append(b"".join(value.to_bytes(4, "little", signed=True) for value in values))
         tensor.ClearField("contents")
-    return made
+    return message
 
 
 def test_statistics_are_those_of_http_and_grpc_writes_no_lines(server: RealServer, caller: Caller) -> None:
@@ -177,11 +177,11 @@ def test_a_client_that_reads_nothing_is_ended_and_one_that_reads_slowly_is_not(d
             config = MESSAGES["ModelConfigRequest"](name="ensemble")
             began = time.monotonic()
             while time.monotonic() < began + 6:  # longer than it may be silent
-                asked = [caller.future("ModelConfig", config) for _ in range(50)]
-                assert all(call.result() for call in asked)
+                calls = [caller.future("ModelConfig", config) for _ in range(50)]
+                assert all(call.result() for call in calls)
             assert server.num_sockets() > num_sockets
             proxy.rate = 0
-            asked = [caller.future("ModelConfig", config) for _ in range(50)]
+            calls = [caller.future("ModelConfig", config) for _ in range(50)]
             end = time.monotonic() + 30
             while server.num_sockets() > num_sockets:
                 assert time.monotonic() < end
@@ -207,9 +207,9 @@ def withholding(port: int, name: str, request: Any) -> socket.socket:
 
 def test_clients_that_answer_pings_and_take_no_whole_answer_are_ended(demo: Results, tmp_path: Path) -> None:
     tree = make_tree(tmp_path / "results", demo)
-    asked = {"ModelInfer": core(5, 6, 7), "ServerLive": MESSAGES["ServerLiveRequest"]()}  # the latter without a key
+    requests = {"ModelInfer": core(5, 6, 7), "ServerLive": MESSAGES["ServerLiveRequest"]()}  # the latter without a key
     with RealServer(tree, "--grpc-port", 0, "--slow-reader", 1) as server, contextlib.ExitStack() as stack:
-        ends = [stack.enter_context(withholding(grpc_port(server), *call)) for call in asked.items()]
+        ends = [stack.enter_context(withholding(grpc_port(server), *call)) for call in requests.items()]
         num_pings = 0
         open_ends = set(ends)
         until = time.monotonic() + 30
@@ -228,7 +228,7 @@ def test_clients_that_answer_pings_and_take_no_whole_answer_are_ended(demo: Resu
                     data = data[9 + length :]
         assert num_pings > len(ends)
         with Caller(server) as caller:
-            assert caller.call("ServerLive", asked["ServerLive"]).live
+            assert caller.call("ServerLive", requests["ServerLive"]).live
 
 
 def damaged() -> Iterator[tuple[str, Any, str, str]]:
@@ -301,10 +301,10 @@ def test_a_stop_request_ends_the_one_with_its_id(server: RealServer, caller: Cal
         stop.inputs.add(name="stop", datatype="BOOL", shape=[1, 1]).contents.bool_contents.append(True)
         requests.put(stop)
     requests.put(None)
-    rest = [answer.infer_response for answer in answers]
-    finals = [answer for answer in rest if answer.parameters["triton_final_response"].bool_param]
+    responses = [answer.infer_response for answer in answers]
+    finals = [answer for answer in responses if answer.parameters["triton_final_response"].bool_param]
     assert sorted((final.id, len(final.outputs)) for final in finals) == [("42", 0), ("42", 2), ("other", 0)]
-    assert sum(answer.outputs[0].shape[2] for answer in rest if answer.outputs) < 239
+    assert sum(answer.outputs[0].shape[2] for answer in responses if answer.outputs) < 239
     server.wait_idle()
 
 
@@ -347,9 +347,9 @@ def test_keys_and_a_full_queue_and_the_end(demo: Results, tmp_path: Path) -> Non
             pass
         assert caller.refused("ModelInfer", core(5))[0] == "UNAVAILABLE"
         requests.put(None)
-        rest = [answer.infer_response for answer in answers]
-        assert first.infer_response.id == "a" and rest[-1].parameters["triton_final_response"].bool_param
-        lengths = [list(item.outputs[0].shape)[2] for item in (first.infer_response, *rest)]
+        responses = [answer.infer_response for answer in answers]
+        assert first.infer_response.id == "a" and responses[-1].parameters["triton_final_response"].bool_param
+        lengths = [list(item.outputs[0].shape)[2] for item in (first.infer_response, *responses)]
         assert sum(lengths) == 240  # what ran is finished
         assert server.process.wait(20) == 0
 

@@ -67,12 +67,12 @@ def answer(server: RealServer, text: str, **options: Any) -> dict[str, Any]:
     """Return an answer of Anthropic's API, after a look whether its stream makes the same one."""
     status, data = send(server, "/v1/messages", message(text, **options))
     assert status == 200, data
-    whole = uncached(json.loads(data))
+    full_message = uncached(json.loads(data))
     status, data = send(server, "/v1/messages", message(text, stream=True, **options))
     assert status == 200, data
     streamed = uncached(joined(data))
-    assert streamed == whole
-    return whole
+    assert streamed == full_message
+    return full_message
 
 
 def uncached(answer: dict[str, Any]) -> dict[str, Any]:
@@ -91,18 +91,18 @@ def joined(data: bytes) -> dict[str, Any]:
         assert head == f"event: {events[-1]['type']}"
     first, *blocks, end, last = events
     assert (first["type"], end["type"], last["type"]) == ("message_start", "message_delta", "message_stop")
-    made = first["message"]
+    message = first["message"]
     arguments = ""
-    assert made["content"] == [] and made["stop_reason"] is None
+    assert message["content"] == [] and message["stop_reason"] is None
     is_open = False
     for event in blocks:
         if event["type"] == "content_block_start":
-            assert not is_open and event["index"] == len(made["content"])
-            made["content"].append(event["content_block"])
+            assert not is_open and event["index"] == len(message["content"])
+            message["content"].append(event["content_block"])
             arguments = ""
             is_open = True
-        assert is_open and event["index"] == len(made["content"]) - 1
-        block = made["content"][-1]
+        assert is_open and event["index"] == len(message["content"]) - 1
+        block = message["content"][-1]
         if event["type"] == "content_block_stop":
             is_open = False
             if block["type"] == "tool_use":
@@ -119,7 +119,7 @@ def joined(data: bytes) -> dict[str, Any]:
             else:
                 block[field] += event["delta"][field]
     assert not is_open
-    return {**made, **end["delta"], "usage": end["usage"]}
+    return {**message, **end["delta"], "usage": end["usage"]}
 
 
 def test_a_message_of_text(server: RealServer) -> None:
@@ -220,17 +220,17 @@ def test_a_wrong_key_is_refused_in_anthropics_words(server: RealServer) -> None:
 def respond(client: openai.OpenAI, text: str, **options: Any) -> Any:
     """Return a response, after a look whether its stream makes the same one."""
     body = {"model": "scripted", "input": prompt(text), "temperature": 0, **options}
-    whole = client.responses.create(**body)
+    full_response = client.responses.create(**body)
     events = list(client.responses.create(**body, stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     streamed = events[-1].response
     if streamed.status == "completed":
         with client.responses.stream(**body) as stream:
             assert plain(stream.get_final_response()) == plain(streamed)
-    assert plain(streamed) == plain(whole)
+    assert plain(streamed) == plain(full_response)
     texts = [event.delta for event in events if event.type == "response.output_text.delta"]
-    assert "".join(texts) == whole.output_text
-    return whole
+    assert "".join(texts) == full_response.output_text
+    return full_response
 
 
 def plain(response: Any) -> Any:
@@ -254,8 +254,8 @@ def test_a_response_of_text(client: openai.OpenAI) -> None:
 
 
 def test_a_response_with_calls_and_their_results(client: openai.OpenAI) -> None:
-    found = respond(client, TWO_CALLS, tools=FLAT)
-    text, *calls = found.output
+    response = respond(client, TWO_CALLS, tools=FLAT)
+    text, *calls = response.output
     assert text.content[0].text == "Let me look." and {call.type for call in calls} == {"function_call"}
     assert [(call.name, json.loads(call.arguments)) for call in calls] == TWO
     turns = [
@@ -290,8 +290,8 @@ def test_a_call_that_is_cut_short_is_the_same_in_a_stream_and_is_taken_back(
         again["tool_calls"][0]["function"]["arguments"] = arguments
         results = [again, {"role": "tool", "tool_call_id": call.id, "content": "x"}, turns[0]]
         client.chat.completions.create(messages=[turns[0], *results], **{**options, "max_tokens": 1})
-    held = {"tools": FLAT[:1], "tool_choice": "required", "max_output_tokens": CUT}
-    (item,) = respond(client, ANSWERS[140], **held).output
+    call_options = {"tools": FLAT[:1], "tool_choice": "required", "max_output_tokens": CUT}
+    (item,) = respond(client, ANSWERS[140], **call_options).output
     assert "city" in item.arguments and item.status == "incomplete"
     result = {"type": "function_call_output", "call_id": item.call_id, "output": "x"}
     turns = [{"role": "user", "content": "x"}, item.model_dump(exclude_none=True), result]

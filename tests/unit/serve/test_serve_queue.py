@@ -46,9 +46,9 @@ class Played:
             self.end(frame.id, frame.choice)
 
     def end(self, number: int, choice: int | None) -> None:
-        left = self.has.get(number, set())
-        left.discard(choice) if choice is not None else left.clear()
-        if not left:
+        choices = self.has.get(number, set())
+        choices.discard(choice) if choice is not None else choices.clear()
+        if not choices:
             self.has.pop(number, None)
 
 
@@ -93,14 +93,14 @@ def recount(service: Service) -> Totals:
 
 def refusal(service: Service, prompts: list[PromptRequest]) -> tuple[int, int | None] | None:
     """Return status and Retry-After by the recount; None where there is room."""
-    found = recount(service)
+    counts = recount(service)
     number = len(prompts)
-    tokens = found.prompt_tokens + sum(len(prompt.request.prompt_ids) for prompt in prompts)
+    tokens = counts.prompt_tokens + sum(len(prompt.request.prompt_ids) for prompt in prompts)
     if number > LIMITS.max_queue + SLOTS:
         return 400, None
-    over = found.waiting + number > LIMITS.max_queue + max(0, SLOTS - found.running)
-    if over or (found.waiting and tokens > LIMITS.max_queue_tokens):
-        return 429, min(60, max(1, round(found.backlog_tokens / service.tokens_per_s)))
+    over = counts.waiting + number > LIMITS.max_queue + max(0, SLOTS - counts.running)
+    if over or (counts.waiting and tokens > LIMITS.max_queue_tokens):
+        return 429, min(60, max(1, round(counts.backlog_tokens / service.tokens_per_s)))
     return None
 
 
@@ -114,16 +114,16 @@ def test_totals_are_those_of_a_recount_whatever_comes(tokenizer: Tokenizer, data
     def submit() -> None:
         lengths = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=LIMITS.max_queue + SLOTS + 1))
         n = data.draw(st.integers(1, 3))
-        most = data.draw(st.integers(1, 30))
+        limit = data.draw(st.integers(1, 30))
         stop = data.draw(st.sampled_from([(), ("a",)]))
-        prompts = [PromptRequest(Request([5] * length, most, n=n), stop) for length in lengths]
+        prompts = [PromptRequest(Request([5] * length, limit, n=n), stop) for length in lengths]
         expected = refusal(service, prompts)
         try:
             streams.append(service.submit(prompts))
-            found = None
+            stream_error = None
         except StreamError as error:
-            found = error.status, error.retry_after
-        assert found == expected
+            stream_error = error.status, error.retry_after
+        assert stream_error == expected
 
     def frame(**options: Any) -> None:
         service.handle_frame(Step(Counters(), **options))
@@ -181,7 +181,7 @@ def test_a_refused_request_is_gone_when_it_is_answered(tokenizer: Tokenizer) -> 
 
         await application(service)(scope, receive, send)
 
-    objects = lambda: sum(isinstance(found, PromptRequest) for found in gc.get_objects())
+    objects = lambda: sum(isinstance(item, PromptRequest) for item in gc.get_objects())
     before = objects()
     gc.disable()
     try:

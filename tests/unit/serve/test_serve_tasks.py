@@ -71,10 +71,10 @@ async def until(holds: Callable[[], bool], seconds: float = 30) -> None:
 
 
 def break_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
-    whole = getattr(owner, name)
+    original = getattr(owner, name)
 
     def broken(*arguments: Any) -> Any:
-        setattr(owner, name, whole)
+        setattr(owner, name, original)
         raise ValueError("a fault of the\ntest")
 
     monkeypatch.setattr(owner, name, broken)
@@ -86,14 +86,14 @@ def test_another_engine_is_started_for_what_cannot_be_handled(
 ) -> None:
     async def run() -> tuple[Answer, Answer]:
         async with listening(service, tmp_path / "socket"):
-            whole = await answered(tmp_path / "socket")
+            full = await answered(tmp_path / "socket")
             owner = (
                 (link, "unpacked") if fault == "a frame that is none" else (service.metrics.generation_tokens, "inc")
             )
-            return whole, await answered(tmp_path / "socket", lambda: break_once(monkeypatch, *owner))
+            return full, await answered(tmp_path / "socket", lambda: break_once(monkeypatch, *owner))
 
-    whole, broken = asyncio.run(run())
-    assert broken == whole and service.restarts == 1
+    full, broken = asyncio.run(run())
+    assert broken == full and service.restarts == 1
     assert any("one of its frames cannot be handled: ValueError: a fault of the test (" in line for line in lines)
 
 
@@ -102,14 +102,14 @@ def test_a_token_that_cannot_be_handled_ends_its_own_answer(
 ) -> None:
     async def run() -> list[Any]:
         async with listening(service, tmp_path / "socket"):
-            whole = await answered(tmp_path / "socket")
+            full = await answered(tmp_path / "socket")
             break_it = lambda: break_once(monkeypatch, service.metrics, "token")
-            both = (answered(tmp_path / "socket", break_it), answered(tmp_path / "socket"))
-            return [whole, *await asyncio.gather(*both, return_exceptions=True)]
+            tasks = (answered(tmp_path / "socket", break_it), answered(tmp_path / "socket"))
+            return [full, *await asyncio.gather(*tasks, return_exceptions=True)]
 
-    whole, *both = asyncio.run(run())
-    assert whole in both and service.restarts == 0 and len(lines) == 1
-    assert [str(item) for item in both if item != whole] == ["/v1/completions: the server failed; its log says why"]
+    full, *answers = asyncio.run(run())
+    assert full in answers and service.restarts == 0 and len(lines) == 1
+    assert [str(item) for item in answers if item != full] == ["/v1/completions: the server failed; its log says why"]
 
 
 def test_requests_wait_for_another_engine_however_many_descriptors_are_open(service: Service, tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_requests_wait_for_another_engine_however_many_descriptors_are_open(serv
 
     async def run() -> tuple[Answer, Answer]:
         async with listening(service, tmp_path / "socket"):
-            whole = await answered(tmp_path / "socket")
+            full = await answered(tmp_path / "socket")
             with contextlib.ExitStack() as stack:
                 while (number := os.dup(0)) < 1100:
                     stack.callback(os.close, number)
@@ -125,15 +125,15 @@ def test_requests_wait_for_another_engine_however_many_descriptors_are_open(serv
                 assert service.engine_pid is not None
                 os.kill(service.engine_pid, signal.SIGKILL)
                 await until(lambda: not service.is_ready)
-                return whole, await asyncio.wait_for(answered(tmp_path / "socket"), 30)
+                return full, await asyncio.wait_for(answered(tmp_path / "socket"), 30)
 
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, most[1]), most[1]))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, limits[1]), limits[1]))
     try:
-        whole, late = asyncio.run(run())
+        full, late = asyncio.run(run())
     finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, most)
-    assert late == whole and service.restarts == 1
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert late == full and service.restarts == 1
 
 
 def test_a_grammar_is_tried_whatever_the_numbers_of_descriptors(demo: Results) -> None:
@@ -155,17 +155,17 @@ def test_an_engine_is_started_again_when_descriptors_are_free_again(
 ) -> None:
     async def run() -> None:
         async with listening(service, tmp_path / "socket"):
-            most = resource.getrlimit(resource.RLIMIT_NOFILE)
+            limits = resource.getrlimit(resource.RLIMIT_NOFILE)
             last = os.dup(0)
             os.close(last)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (last, most[1]))  # what is open stays so
+            resource.setrlimit(resource.RLIMIT_NOFILE, (last, limits[1]))  # what is open stays so
             try:
                 assert service.engine_pid is not None
                 os.kill(service.engine_pid, signal.SIGKILL)
                 await until(lambda: any("does not start" in line for line in lines))
                 assert not service.is_ready and service.is_live
             finally:
-                resource.setrlimit(resource.RLIMIT_NOFILE, most)
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
             await until(lambda: service.is_ready)
             assert (await answered(tmp_path / "socket")).finish == "length"
 
@@ -249,7 +249,7 @@ def test_a_fault_at_one_request_of_a_grpc_stream_is_its_answer() -> None:
     from lockstep_serve.grpc_messages import MESSAGES, SERVICE
     from lockstep_serve.grpc_server import GrpcServer
 
-    async def infer(asked: Any) -> Any:
+    async def infer(infer_request: Any) -> Any:
         raise ValueError("a fault of the test")
 
     async def run() -> Any:

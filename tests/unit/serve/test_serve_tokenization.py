@@ -56,9 +56,9 @@ def test_a_chat_has_the_tokens_that_its_completion_counts(server: RealServer) ->
     response = server.post("/tokenize", messages=messages)
     answer = server.post("/v1/chat/completions", messages=messages, max_tokens=1)
     assert response["count"] == answer["usage"]["prompt_tokens"] == len(response["tokens"])
-    said = [*messages, {"role": "assistant", "content": " it is"}]
-    ended = server.post("/tokenize", messages=said, add_generation_prompt=False)
-    opened = server.post("/tokenize", messages=said, add_generation_prompt=False, continue_final_message=True)
+    continued = [*messages, {"role": "assistant", "content": " it is"}]
+    ended = server.post("/tokenize", messages=continued, add_generation_prompt=False)
+    opened = server.post("/tokenize", messages=continued, add_generation_prompt=False, continue_final_message=True)
     assert ended["tokens"] == [*opened["tokens"], 0]  # <eos>
     assert server.post("/detokenize", tokens=ended["tokens"]) == {"prompt": "Ice floats because it is<eos>"}
 
@@ -75,10 +75,10 @@ def test_the_tokens_that_the_tokenizer_adds_can_be_asked_for_or_not(other: RealS
 
 
 def test_the_tokenizer_tells_its_special_tokens_and_template(server: RealServer, other: RealServer) -> None:
-    given = json.loads((DEMO / "tokenizer_config.json").read_text())
+    tokenizer_config = json.loads((DEMO / "tokenizer_config.json").read_text())
     actual = server.get("/tokenizer_info")
     assert {name: actual[name] for name in ("eos_token", "chat_template", "tokenizer_class")} == {
-        name: given[name] for name in ("eos_token", "chat_template", "tokenizer_class")
+        name: tokenizer_config[name] for name in ("eos_token", "chat_template", "tokenizer_class")
     }
     assert actual["model_max_length"] == 256 and "bos_token" not in actual
     actual = json.loads(other.request("GET", "/tokenizer_info", headers=KEY)[2])

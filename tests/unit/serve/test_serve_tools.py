@@ -159,8 +159,13 @@ def test_plain_json_is_a_convention_for_models_without_a_format(results: Results
         choice, calls = asks(ANSWERS[400])
         assert calls == [("weather", PARIS)] and choice["finish_reason"] == "tool_calls"
         assert asks(ANSWERS[460])[0]["message"]["content"] == ANSWERS[460] and asks(TWO_CALLS)[1] == []
-        held = {"tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 100, "thinking_token_budget": 0}
-        ((name, arguments),) = asks(ANSWERS[460], **held)[1]
+        forced = {
+            "tool_choice": "required",
+            "parallel_tool_calls": False,
+            "max_tokens": 100,
+            "thinking_token_budget": 0,
+        }
+        ((name, arguments),) = asks(ANSWERS[460], **forced)[1]
         assert name in ("weather", "time") and isinstance(json.loads(arguments), dict)
 
 
@@ -200,16 +205,16 @@ def test_a_grammar_begins_after_the_reasoning(client: openai.OpenAI) -> None:
 
 def test_a_budget_ends_the_reasoning(client: openai.OpenAI) -> None:
     def budget(tokens: int, text: str = ANSWERS[260], **extra: Any) -> tuple[Any, int]:
-        found = client.chat.completions.create(
+        completion = client.chat.completions.create(
             **chat_options(text, extra_body={"thinking_token_budget": tokens, **extra})
         )
-        return found.choices[0].message, found.usage.completion_tokens_details.reasoning_tokens
+        return completion.choices[0].message, completion.usage.completion_tokens_details.reasoning_tokens
 
-    whole, free = budget(-1)
-    assert whole.content == "Paris." and budget(free)[0].content == "Paris."
+    full, free = budget(-1)
+    assert full.content == "Paris." and budget(free)[0].content == "Paris."
     for tokens in (0, 1, 4):
         message, actual = budget(tokens)
-        assert actual == tokens + 2 and whole.reasoning.startswith(message.reasoning or "")  # and the marks
+        assert actual == tokens + 2 and full.reasoning.startswith(message.reasoning or "")  # and the marks
     # Without reasoning there is nothing to end, and a grammar begins after it.
     assert budget(1, ANSWERS[460])[0].content == ANSWERS[460] and budget(1, ANSWERS[460])[1] == 0
     message, actual = budget(2, guided_choice=["Paris!"])
@@ -225,11 +230,11 @@ def test_reasoning_effort_goes_to_the_template(client: openai.OpenAI) -> None:
 def test_the_plain_convention_is_told_to_the_model() -> None:
     calling = {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "time", "arguments": "{}"}}]}
     turns = [USER, calling, {"role": "tool", "tool_call_id": "a", "content": "noon"}]
-    system, *others = plain_messages(turns, TOOLS)
+    system, *other_messages = plain_messages(turns, TOOLS)
     assert json.dumps(WEATHER["function"]) in system["content"] and system["role"] == "system"
-    assert [message["role"] for message in others] == ["user", "assistant", "user"]
-    assert json.loads(others[1]["content"]) == {"name": "time", "arguments": {}, "id": "a"}
-    assert json.loads(others[2]["content"]) == {"tool_call_id": "a", "result": "noon"}
+    assert [message["role"] for message in other_messages] == ["user", "assistant", "user"]
+    assert json.loads(other_messages[1]["content"]) == {"name": "time", "arguments": {}, "id": "a"}
+    assert json.loads(other_messages[2]["content"]) == {"tool_call_id": "a", "result": "noon"}
     (first,) = plain_messages([{"role": "system", "content": "Be brief."}], TOOLS)
     assert first["content"].startswith("Be brief.\n\nYou can call")
 

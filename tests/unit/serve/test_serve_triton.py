@@ -34,8 +34,8 @@ def generate(server: RealServer, model: str = "ensemble", **body: Any) -> Any:
 
 def refusal(server: RealServer, path: str, body: Any, headers: dict[str, str] | None = None) -> tuple[int, str]:
     """Status and message of a request that is refused as Triton refuses."""
-    status, given, data = server.request("POST", path, body, headers)
-    assert given["content-type"] == "application/json", data
+    status, response_headers, data = server.request("POST", path, body, headers)
+    assert response_headers["content-type"] == "application/json", data
     answer = json.loads(data)
     assert list(answer) == ["error"], answer
     return status, answer["error"]
@@ -133,14 +133,14 @@ def test_sampling_is_greedy_unless_it_is_asked_for(server: RealServer) -> None:
 
 def test_end_id_ends_and_is_not_given_out(server: RealServer) -> None:
     prompt = infer(server, "preprocessing", query(PROMPT, 20))["INPUT_ID"]["data"]
-    made = infer(server, "tensorrt_llm", core(prompt, 20))["output_ids"]["data"]
-    assert made[: len(prompt)] == prompt
-    answer = made[len(prompt) :]
+    ids = infer(server, "tensorrt_llm", core(prompt, 20))["output_ids"]["data"]
+    assert ids[: len(prompt)] == prompt
+    answer = ids[len(prompt) :]
     end = answer[5]
     first = answer.index(end)
-    given = infer(server, "tensorrt_llm", core(prompt, 20, tensor("end_id", "INT32", [1, 1], [end])))
-    assert given["output_ids"]["data"] == prompt + answer[:first]
-    assert given["sequence_length"]["data"] == [len(prompt) + first]
+    answer_ids = infer(server, "tensorrt_llm", core(prompt, 20, tensor("end_id", "INT32", [1, 1], [end])))
+    assert answer_ids["output_ids"]["data"] == prompt + answer[:first]
+    assert answer_ids["sequence_length"]["data"] == [len(prompt) + first]
 
 
 def test_stop_sequences_of_tokens_end_and_are_given_out(server: RealServer) -> None:
@@ -150,8 +150,8 @@ def test_stop_sequences_of_tokens_end_and_are_given_out(server: RealServer) -> N
         at = next(i for i in range(len(answer)) if answer[i : i + len(stop)] == stop)
         rows = stop + [0], [len(stop)] + [-1] * len(stop)
         stop_words = tensor("stop_words_list", "INT32", [1, 2, len(stop) + 1], [list(row) for row in rows])
-        given = infer(server, "tensorrt_llm", core(prompt, 20, stop_words))
-        assert given["output_ids"]["data"] == prompt + answer[: at + len(stop)]
+        answer_ids = infer(server, "tensorrt_llm", core(prompt, 20, stop_words))
+        assert answer_ids["output_ids"]["data"] == prompt + answer[: at + len(stop)]
     server.wait_idle()
 
 
@@ -165,13 +165,13 @@ def query(text: str, num_tokens: int) -> list[dict[str, Any]]:
 
 
 def test_the_models_by_hand_give_what_the_ensemble_gives(server: RealServer) -> None:
-    made = infer(server, "preprocessing", query(PROMPT, 12))
+    preprocessed = infer(server, "preprocessing", query(PROMPT, 12))
     renamed = {
         "INPUT_ID": "input_ids", "REQUEST_INPUT_LEN": "input_lengths", "REQUEST_OUTPUT_LEN": "request_output_len",
         "DECODER_INPUT_ID": "decoder_input_ids", "BAD_WORDS_IDS": "bad_words_list", "STOP_WORDS_IDS": "stop_words_list",
         "EMBEDDING_BIAS": "embedding_bias", "OUT_END_ID": "end_id", "OUT_PAD_ID": "pad_id",
     }  # fmt: skip
-    tokens = infer(server, "tensorrt_llm", [{**made[name], "name": to} for name, to in renamed.items()])
+    tokens = infer(server, "tensorrt_llm", [{**preprocessed[name], "name": to} for name, to in renamed.items()])
     text = infer(
         server,
         "postprocessing",
@@ -189,14 +189,14 @@ def test_a_batch_is_answered_side_by_side(server: RealServer) -> None:
         tensor("end_id", "INT32", [2, 1], [2, 2]),
         tensor("return_log_probs", "BOOL", [2, 1], [[True], [True]]),
     ]
-    made = infer(server, "ensemble", inputs, outputs=[{"name": "text_output"}, {"name": "output_log_probs"}])
+    outputs = infer(server, "ensemble", inputs, outputs=[{"name": "text_output"}, {"name": "output_log_probs"}])
     texts = [
         generate(server)["text_output"],
         generate(server, text_input="Once upon a time", max_tokens=7)["text_output"],
     ]
-    assert list(made) == ["text_output", "output_log_probs"]
-    assert made["text_output"]["data"] == texts and made["output_log_probs"]["shape"] == [2, 1, 20]
-    assert made["output_log_probs"]["data"][27:] == [0.0] * 13  # the shorter one is filled up
+    assert list(outputs) == ["text_output", "output_log_probs"]
+    assert outputs["text_output"]["data"] == texts and outputs["output_log_probs"]["shape"] == [2, 1, 20]
+    assert outputs["output_log_probs"]["data"][27:] == [0.0] * 13  # the shorter one is filled up
 
 
 @pytest.mark.parametrize("in_tokens", [False, True])
@@ -218,18 +218,18 @@ def test_infer_stream_gives_all_outputs_of_each_answer(server: RealServer, in_to
     assert [event["parameters"]["triton_final_response"] for event in events] == [False] * (len(events) - 1) + [True]
     results: dict[int, list[int]] = {0: [], 1: []}
     for event in events:
-        made = {output["name"]: output for output in event["outputs"]}
-        wanted = {"output_ids", "sequence_length", "cum_log_probs", "output_log_probs", "batch_index", "sequence_index"}
-        assert event["id"] == "a" and made.keys() == wanted | {"CONTEXT_IDS", "IS_LAST"}
-        number = made["batch_index"]["data"][0]
-        data = made["output_ids"]["data"]
+        outputs = {output["name"]: output for output in event["outputs"]}
+        names = {"output_ids", "sequence_length", "cum_log_probs", "output_log_probs", "batch_index", "sequence_index"}
+        assert event["id"] == "a" and outputs.keys() == names | {"CONTEXT_IDS", "IS_LAST"}
+        number = outputs["batch_index"]["data"][0]
+        data = outputs["output_ids"]["data"]
         has_prompt = not in_tokens and number == 0
         before = [-1] if has_prompt else [*prompts[number], *results[number]][-32:]
-        assert made["CONTEXT_IDS"]["data"] == before and made["CONTEXT_IDS"]["shape"] == [1, 1, len(before)]
+        assert outputs["CONTEXT_IDS"]["data"] == before and outputs["CONTEXT_IDS"]["shape"] == [1, 1, len(before)]
         results[number] += data
         ended = len(results[number]) == (5, 7)[number] + has_prompt * len(prompts[number])
-        assert made["IS_LAST"]["data"] == [ended] and made["sequence_length"]["data"] == [len(data)]
-        assert made["output_log_probs"]["data"] == [0.0] * (len(data) - has_prompt * len(prompts[number]))
+        assert outputs["IS_LAST"]["data"] == [ended] and outputs["sequence_length"]["data"] == [len(data)]
+        assert outputs["output_log_probs"]["data"] == [0.0] * (len(data) - has_prompt * len(prompts[number]))
     assert results[0][: len(prompts[0])] == prompts[0] or in_tokens
     assert refusal(server, "/v2/models/tensorrt_llm/infer_stream", {"inputs": inputs[:1]})[0] == 400
 
@@ -393,8 +393,8 @@ def test_damaged_requests(server: RealServer) -> None:
     for size in (13, 11, -1, 1 << 62, "12", True):
         ids = {"name": "input_ids", "datatype": "INT32", "shape": [1, 3], "parameters": {"binary_data_size": size}}
         head = json.dumps({"inputs": [ids, *core([5, 6, 7], 4)[1:]]}).encode()
-        given = {"Inference-Header-Content-Length": str(len(head))}
-        assert refusal(server, path, head + bytes(12), given)[0] == 400, size
+        headers_sent = {"Inference-Header-Content-Length": str(len(head))}
+        assert refusal(server, path, head + bytes(12), headers_sent)[0] == 400, size
     for data in (b"\xff\xff\xff\xffabcd", b"\1\0\0\0", b"\1\0\0\0ab", b"\4\0\0\0\xff\xfe\xfd\xfc"):
         text = {
             "name": "text_input",
@@ -403,8 +403,8 @@ def test_damaged_requests(server: RealServer) -> None:
             "parameters": {"binary_data_size": len(data)},
         }
         head = json.dumps({"inputs": [text, tensor("max_tokens", "INT32", [1, 1], [4])]}).encode()
-        given = {"Inference-Header-Content-Length": str(len(head))}
-        assert refusal(server, f"{ENSEMBLE}/infer", head + data, given)[0] == 400, data
+        headers_sent = {"Inference-Header-Content-Length": str(len(head))}
+        assert refusal(server, f"{ENSEMBLE}/infer", head + data, headers_sent)[0] == 400, data
     for body in (b"", b"{", b"[]", b"\xff", b'{"inputs": 3}', b"[" * 100_000, b'{"inputs": [], "inputs": []}'):
         assert refusal(server, path, body)[0] == 400
         assert refusal(server, f"{ENSEMBLE}/generate", body)[0] == 400

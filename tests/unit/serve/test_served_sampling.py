@@ -105,13 +105,13 @@ def served(references: Results, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 def test_a_right_server_passes_and_each_parameter_decides_tokens(served: Served) -> None:
-    seen, failures = served.judged([False, True])
+    checked, failures = served.judged([False, True])
     assert not failures
-    undecided = {name for name, case in seen.items() if not case.decided}
+    undecided = {name for name, case in checked.items() if not case.decided}
     assert undecided == {"stop", "top_logprobs", "echo"}, "which change no token"
-    assert all(case.answers >= 2 and case.tokens and not case.near for case in seen.values())
+    assert all(case.answers >= 2 and case.tokens and not case.near for case in checked.values())
     # float32 of logits near 20, and sums of 768 terms in float64
-    assert 0 < max(case.max_logprob_error or 0.0 for case in seen.values()) < 1e-5
+    assert 0 < max(case.max_logprob_error or 0.0 for case in checked.values()) < 1e-5
 
 
 FAULTS = [*sampling_faults.IN_ENGINE, *sampling_faults.in_server()]
@@ -151,8 +151,8 @@ def test_where_bits_depend_on_company_errors_of_logits_pass_and_mistakes_do_not(
     if fault:
         test_a_planted_mistake_is_refused(fault, served)
     else:
-        seen, failures = served.judged([False])
-        assert not failures and any(case.near for case in seen.values())
+        checked, failures = served.judged([False])
+        assert not failures and any(case.near for case in checked.values())
 
 
 @pytest.mark.long
@@ -166,5 +166,5 @@ def test_a_device_that_draws_is_held_to_it_too(references: Results, tmp_path: Pa
         engines = build(references.assembly("demo-llama", "fp16"), "cuda", tmp_path / "engines.json", options)
         with serving(tmp_path, references, install, precision="fp16", engines=engines) as served:
             assert served.service.ready.backend == "cuda"
-            seen, failures = served.judged([False, True])
-    assert not failures and seen["top_p"].decided and seen["n"].decided
+            checked, failures = served.judged([False, True])
+    assert not failures and checked["top_p"].decided and checked["n"].decided

@@ -66,10 +66,10 @@ def model(results: Results) -> Model:
 
 def answer_ids(tokenizer: Tokenizer) -> list[int]:
     """Return the tokens of ANSWER behind a word."""
-    whole = tokenizer.encode(f"{PROMPT}{ANSWER}").tolist()
+    ids = tokenizer.encode(f"{PROMPT}{ANSWER}").tolist()
     before = tokenizer.encode(PROMPT).tolist()
-    assert whole[: len(before)] == before
-    return whole[len(before) :]
+    assert ids[: len(before)] == before
+    return ids[len(before) :]
 
 
 def complete(server: RealServer, prompt: Any, max_tokens: int, **body: Any) -> Any:
@@ -77,23 +77,23 @@ def complete(server: RealServer, prompt: Any, max_tokens: int, **body: Any) -> A
 
 
 def test_openais_completions(server: RealServer, tokenizer: Tokenizer) -> None:
-    most = len(answer_ids(tokenizer))
+    max_tokens = len(answer_ids(tokenizer))
     ids = tokenizer.encode(PROMPT).tolist()
     for prompt in (PROMPT, ids):
-        assert complete(server, prompt, most)["text"] == ANSWER
-        assert complete(server, prompt, most, echo=True)["text"] == PROMPT + ANSWER
-        assert complete(server, prompt, most, stop=["cat"])["text"] == ANSWER.partition("cat")[0]
-        assert complete(server, prompt, most, stop=[" the"])["text"] == ""
+        assert complete(server, prompt, max_tokens)["text"] == ANSWER
+        assert complete(server, prompt, max_tokens, echo=True)["text"] == PROMPT + ANSWER
+        assert complete(server, prompt, max_tokens, stop=["cat"])["text"] == ANSWER.partition("cat")[0]
+        assert complete(server, prompt, max_tokens, stop=[" the"])["text"] == ""
         for echo in (False, True):
-            with server.opened(prompt, most, model="scripted", echo=echo) as events:
+            with server.opened(prompt, max_tokens, model="scripted", echo=echo) as events:
                 text = "".join(chunk["choices"][0]["text"] for chunk in events)
             assert text == PROMPT * echo + ANSWER
 
 
 def test_openais_log_probabilities(server: RealServer, tokenizer: Tokenizer) -> None:
-    most = len(answer_ids(tokenizer))
+    max_tokens = len(answer_ids(tokenizer))
     for echo in (False, True):
-        choice = complete(server, PROMPT, most, logprobs=4, echo=echo)
+        choice = complete(server, PROMPT, max_tokens, logprobs=4, echo=echo)
         text = choice["text"]
         logprobs = choice["logprobs"]
         assert "".join(logprobs["tokens"]) == text
@@ -133,11 +133,11 @@ def test_tritons_chain_of_models(server: RealServer, tokenizer: Tokenizer) -> No
     def text(tokens: list[int], **options: Any) -> str:
         inputs = {"TOKENS_BATCH": ("INT32", [[tokens]]), "SEQUENCE_LENGTH": ("INT32", [[len(tokens)]]), **options}
         shape = lambda values: [1, *([1, len(values[0][0])] if isinstance(values[0][0], list) else [1])]
-        given = [
+        logits = [
             {"name": name, "datatype": datatype, "shape": shape(values), "data": values}
             for name, (datatype, values) in inputs.items()
         ]
-        (output,) = server.post("/v2/models/postprocessing/infer", inputs=given)["outputs"]
+        (output,) = server.post("/v2/models/postprocessing/infer", inputs=logits)["outputs"]
         return output["data"][0]
 
     assert text(prompt + answer) == PROMPT + ANSWER
@@ -150,15 +150,17 @@ def test_tritons_chain_of_models(server: RealServer, tokenizer: Tokenizer) -> No
 
 
 def test_python_and_a_file_of_prompts(model: Model, tokenizer: Tokenizer, tmp_path: Any) -> None:
-    most = len(answer_ids(tokenizer))
+    max_tokens = len(answer_ids(tokenizer))
     ids = tokenizer.encode(PROMPT).tolist()
-    generation = generate(model, tokenizer, [PROMPT], most)
+    generation = generate(model, tokenizer, [PROMPT], max_tokens)
     assert "".join(piece.text for piece in generation) == generation.completions[0].choices[0].text == ANSWER
-    lines = [{"prompt": PROMPT, "max_tokens": most}, {"prompt": ids, "max_tokens": most, "stop": "cat"}]
+    lines = [{"prompt": PROMPT, "max_tokens": max_tokens}, {"prompt": ids, "max_tokens": max_tokens, "stop": "cat"}]
     lines.append({"prompt": [1] * BANS_AT, "max_tokens": 12, "bad_words": ["true"]})
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     generate_file(model, tokenizer, tmp_path / "in.jsonl", tmp_path / "out.jsonl")
-    records = sorted(map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines()), key=lambda each: each["line"])
+    records = sorted(
+        map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines()), key=lambda record: record["line"]
+    )
     texts = [record["choices"][0]["text"] for record in records]
     assert texts[:2] == [ANSWER, ANSWER.partition("cat")[0]] and "true" not in texts[2]
 
@@ -194,9 +196,9 @@ def test_an_answer_that_goes_on_after_an_interruption_does_not_complete_a_bad_wo
     model: Model, tokenizer: Tokenizer
 ) -> None:
     full = lambda text: next(way[0] for way in tokenizer.spellings(text) if tokenizer.token_text(way[0]) == text)
-    *given, last = map(full, ("t", "ru", "e"))
+    *earlier, last = map(full, ("t", "ru", "e"))
     for words, completes in ((), True), (("true",), False):
         prompt = [1] * BANS_AT
         sampling = Sampling(logit_bias={last: 1e6}, bad_words=words)
-        (output,) = Engine(model).run([Request(prompt, len(given) + 1, sampling=sampling, answer_ids=given)])
-        assert (tokenizer.decode([*given, output.token]).endswith("true")) == completes
+        (output,) = Engine(model).run([Request(prompt, len(earlier) + 1, sampling=sampling, answer_ids=earlier)])
+        assert (tokenizer.decode([*earlier, output.token]).endswith("true")) == completes

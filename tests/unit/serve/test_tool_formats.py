@@ -40,7 +40,7 @@ def call(name: str, arguments: str, key: str = "arguments") -> str:
 
 
 def hermes(*calls: tuple[str, str]) -> str:
-    return "\n".join(f"<tool_call>\n{call(*each)}\n</tool_call>" for each in calls)
+    return "\n".join(f"<tool_call>\n{call(*arguments)}\n</tool_call>" for arguments in calls)
 
 
 # Format, an answer, its content, its calls.

@@ -109,7 +109,7 @@ def test_calls_that_follow_their_schemas_are_taken_and_others_are_not(setup: Set
     good = [[("f", ARGUMENTS)], [("g", {})], [("f", {**ARGUMENTS, "e": "left"})]]
     if not format.answer:  # else a call ends the answer
         good.append([("f", ARGUMENTS), ("g", {})])
-    said = "".join(format.answer)
+    prefix = "".join(format.answer)
     for calls in good:
         text = written(name, calls)
         assert setup.takes(grammar, text)
@@ -119,8 +119,8 @@ def test_calls_that_follow_their_schemas_are_taken_and_others_are_not(setup: Set
     for wrong in ({**ARGUMENTS, "n": ["a"]}, {**ARGUMENTS, "e": "right"}, {**ARGUMENTS, "c": "z"}, {"s": "a"}):
         assert not setup.takes(grammar, written(name, [("f", wrong)]))
     assert not setup.takes(grammar, written(name, [("unknown", {})]))
-    assert setup.takes(grammar, f"{said}just a < text") == (choice == "auto")
-    if not format.opening and not said:
+    assert setup.takes(grammar, f"{prefix}just a < text") == (choice == "auto")
+    if not format.opening and not prefix:
         before = "Let me [look] < here.\n"
         assert setup.takes(grammar, before + written(name, [("f", ARGUMENTS)])) == (choice == "auto")
     # Of a function that is not strict any object will do, where no call is required.
@@ -141,13 +141,13 @@ def test_reasoning_and_an_asked_form_go_with_calls(setup: Setup, name: str) -> N
     think = REASONING["think"]
     form = Grammar("json_schema", '{"type": "integer"}', "response_format")
     call = written(name, [("f", ARGUMENTS)])
-    said = "".join(FORMATS[name].answer)
+    prefix = "".join(FORMATS[name].answer)
     for opened, before in ((True, ""), (False, "<think>")):
         grammar = answer_grammar(ask("auto"), AnswerPlan(think, opened, FORMATS[name]), form, None, setup.tokenizer)
         assert setup.takes(grammar, f"{before}free {{text</think>\n\n{call}")
-        assert setup.takes(grammar, f"{before}free {{text</think>{said}12")
+        assert setup.takes(grammar, f"{before}free {{text</think>{prefix}12")
         assert not setup.takes(grammar, f"{before}free {{text</think>\n\nwords")
-        assert setup.takes(grammar, f"{said}12") == (not opened)
+        assert setup.takes(grammar, f"{prefix}12") == (not opened)
 
 
 def test_the_reasoning_of_harmony_is_a_message_before_the_call(setup: Setup) -> None:
@@ -178,8 +178,8 @@ def test_a_budget_ends_the_reasoning(setup: Setup) -> None:
     assert setup.takes(free, "no thought <tool_call>") and setup.takes(free, "\n<think>a</think>b")
     assert not setup.takes(free, "<think>ccccccc</think>") and not setup.takes(free, " \n<think>ccccccc")
     form = Grammar("json_schema", '{"type": "integer"}', "response_format")
-    both = answer_grammar(None, AnswerPlan(think, True), form, 2, setup.tokenizer)
-    assert setup.takes(both, "a</think>12") and not setup.takes(both, "ccccccc</think>12")
+    grammars = answer_grammar(None, AnswerPlan(think, True), form, 2, setup.tokenizer)
+    assert setup.takes(grammars, "a</think>12") and not setup.takes(grammars, "ccccccc</think>12")
     head = "<|channel|>analysis<|message|>"
     end = "<|end|><|start|>assistant<|channel|>final<|message|>Yes."
     channels = answer_grammar(None, AnswerPlan(harmony, False, FORMATS["harmony"]), None, 2, setup.tokenizer)

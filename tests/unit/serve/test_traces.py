@@ -46,8 +46,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         assert self.path == "/v1/traces"
-        asked = trace_service.ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["content-length"])))
-        for resource in asked.resource_spans:
+        export = trace_service.ExportTraceServiceRequest.FromString(
+            self.rfile.read(int(self.headers["content-length"]))
+        )
+        for resource in export.resource_spans:
             for span in (span for scope in resource.scope_spans for span in scope.spans):
                 self.server.spans.put((span, values(span.attributes), values(resource.resource.attributes)))
         self.send_response(200)
@@ -60,7 +62,7 @@ class _Handler(BaseHTTPRequestHandler):
 def values(attributes: Any) -> dict[str, Any]:
     def value(of: Any) -> Any:
         kind = of.WhichOneof("value")
-        return [value(each) for each in of.array_value.values] if kind == "array_value" else getattr(of, kind)
+        return [value(item) for item in of.array_value.values] if kind == "array_value" else getattr(of, kind)
 
     return {attribute.key: value(attribute.value) for attribute in attributes}
 

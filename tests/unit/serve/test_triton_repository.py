@@ -93,8 +93,8 @@ def test_model_files_are_short_and_take_only_numpy_from_elsewhere(repository: Pa
         lines = path.read_text().splitlines()
         assert len(lines) <= 130, path
         imports = {line.split()[1].partition(".")[0] for line in lines if line.startswith(("import ", "from "))}
-        own = {*SHARED, "numpy", "triton_python_backend_utils"}
-        assert imports <= own | set(sys.stdlib_module_names), path
+        allowed = {*SHARED, "numpy", "triton_python_backend_utils"}
+        assert imports <= allowed | set(sys.stdlib_module_names), path
 
 
 def test_a_configuration_is_read_as_it_is_written(repository: Path) -> None:
@@ -198,8 +198,8 @@ def test_each_option_has_one_meaning() -> None:
 
 def test_a_socket_is_this_user_s_and_replaces_a_stale_one(tmp_path: Path) -> None:
     path = tmp_path / "socket"
-    with socket.socket(socket.AF_UNIX) as left:
-        left.bind(str(path))
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(path))
     with unix_socket(path) as end:
         end.listen()
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -264,8 +264,8 @@ def load(server: RealServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def as_triton_gives(folder: Path) -> dict[str, Any]:
     config = read_config(folder / "config.pbtxt")
-    given = json_format.MessageToDict(config, preserving_proto_field_name=True)
-    return {**given, "model_transaction_policy": {"decoupled": config.model_transaction_policy.decoupled}}
+    fields = json_format.MessageToDict(config, preserving_proto_field_name=True)
+    return {**fields, "model_transaction_policy": {"decoupled": config.model_transaction_policy.decoupled}}
 
 
 def triton_request(outputs: tuple[str, ...] = (), id: str = "", parameters: Any = None, **arrays: Any) -> Request:
@@ -273,8 +273,8 @@ def triton_request(outputs: tuple[str, ...] = (), id: str = "", parameters: Any 
     results = {}
     for name, value in arrays.items():
         kind = kinds[type(value)] if not isinstance(value, np.ndarray) else None
-        given = value.encode() if isinstance(value, str) else value
-        results[name] = given if kind is None else np.array([[given]], kind)
+        data = value.encode() if isinstance(value, str) else value
+        results[name] = data if kind is None else np.array([[data]], kind)
     return Request(results, outputs, id, parameters or {})
 
 
@@ -284,9 +284,9 @@ def run(model: Any, request: Request) -> list[Any]:
 
 
 def prompt_ids(server: RealServer) -> np.ndarray:
-    given = [{"name": "QUERY", "datatype": "BYTES", "shape": [1, 1], "data": [PROMPT]}]
-    given.append({"name": "REQUEST_OUTPUT_LEN", "datatype": "INT32", "shape": [1, 1], "data": [20]})
-    outputs = server.post("/v2/models/preprocessing/infer", inputs=given)["outputs"]
+    inputs = [{"name": "QUERY", "datatype": "BYTES", "shape": [1, 1], "data": [PROMPT]}]
+    inputs.append({"name": "REQUEST_OUTPUT_LEN", "datatype": "INT32", "shape": [1, 1], "data": [20]})
+    outputs = server.post("/v2/models/preprocessing/infer", inputs=inputs)["outputs"]
     return np.array([next(output["data"] for output in outputs if output["name"] == "INPUT_ID")], np.int32)
 
 
@@ -320,12 +320,12 @@ def test_a_stream_of_tokens_becomes_the_text_with_its_spaces(server: RealServer,
     post = load("postprocessing")
     pieces = []
     for response in responses:
-        made = response.arrays
+        outputs = response.arrays
         request = triton_request(
-            TOKENS_BATCH=made["output_ids"],
-            SEQUENCE_LENGTH=made["sequence_length"],
-            CONTEXT_IDS=made["CONTEXT_IDS"],
-            IS_LAST=made["IS_LAST"],
+            TOKENS_BATCH=outputs["output_ids"],
+            SEQUENCE_LENGTH=outputs["sequence_length"],
+            CONTEXT_IDS=outputs["CONTEXT_IDS"],
+            IS_LAST=outputs["IS_LAST"],
         )
         (answer,) = post.execute([request])
         pieces.append(answer.arrays["OUTPUT"].item().decode())
@@ -336,13 +336,13 @@ def test_a_whole_answer_has_the_prompt_and_zeros_for_log_probabilities(
     server: RealServer, load: Callable[..., Any]
 ) -> None:
     model = load("tensorrt_llm")
-    (whole,) = run(model, triton_request(**core(server, 20)))
+    (full,) = run(model, triton_request(**core(server, 20)))
     ids = prompt_ids(server)[0].tolist()
-    assert whole.arrays["output_ids"][0, 0, : len(ids)].tolist() == ids
-    assert whole.arrays["sequence_length"].tolist() == [[len(ids) + 20]]
-    assert whole.arrays["output_log_probs"].shape == (1, 1, 20) and not whole.arrays["output_log_probs"].any()
-    both = {name: np.concatenate([value] * 2) for name, value in one(server).items()}
-    responses = run(model, Request(both, (), "", {}))
+    assert full.arrays["output_ids"][0, 0, : len(ids)].tolist() == ids
+    assert full.arrays["sequence_length"].tolist() == [[len(ids) + 20]]
+    assert full.arrays["output_log_probs"].shape == (1, 1, 20) and not full.arrays["output_log_probs"].any()
+    inputs = {name: np.concatenate([value] * 2) for name, value in one(server).items()}
+    responses = run(model, Request(inputs, (), "", {}))
     assert sorted(response.arrays["batch_index"].item() for response in responses) == [0, 1]
 
 
@@ -415,7 +415,9 @@ def test_the_configuration_says_what_a_request_does_not(
     model = load("tensorrt_llm_bls", decoupled=decoupled, options=options)
     ask = lambda **options: triton_request(text_input=PROMPT, max_tokens=8, **options)
     answer = lambda request: run(model, request)[0] if decoupled else model.execute([request])[0]
-    texts = [answer(ask(**more)).arrays["text_output"].item() for more in ({}, {"exclude_input_in_output": False})]
+    texts = [
+        answer(ask(**options)).arrays["text_output"].item() for options in ({}, {"exclude_input_in_output": False})
+    ]
     assert not texts[0].startswith(PROMPT.encode()) and texts[1].startswith(PROMPT.encode())
     assert texts[1].endswith(texts[0])
 
@@ -449,25 +451,27 @@ def test_the_core_model_starts_the_server_again_and_ends_it(
         stale.bind(str(path))
     module_path = make(tmp_path / "own", path, command=command) / "tensorrt_llm" / "1"
     model = load("tensorrt_llm")  # for its modules; it found the module's server
-    own = type(model)()
+    server_model = type(model)()
     os.environ.setdefault("LOCKSTEP_THREADS", "1")
-    own.initialize({"model_name": "tensorrt_llm", "model_config": json.dumps(as_triton_gives(module_path.parent))})
+    server_model.initialize(
+        {"model_name": "tensorrt_llm", "model_config": json.dumps(as_triton_gives(module_path.parent))}
+    )
     try:
         ids = np.array([[5, 6, 7]], np.int32)
         request = triton_request(input_ids=ids, input_lengths=3, request_output_len=4)
-        assert run(own, request)[0].error is None
-        first = own.process.process.pid
+        assert run(server_model, request)[0].error is None
+        first = server_model.process.process.pid
         os.kill(first, signal.SIGKILL)
         for _ in range(300):
-            responses = run(own, triton_request(input_ids=ids, input_lengths=3, request_output_len=4))
+            responses = run(server_model, triton_request(input_ids=ids, input_lengths=3, request_output_len=4))
             if responses[0].error is None:
                 break
             assert responses[0].error.code in ("UNAVAILABLE", "INTERNAL")
             time.sleep(0.1)
-        assert responses[0].error is None and own.process.process.pid != first
+        assert responses[0].error is None and server_model.process.process.pid != first
     finally:
-        own.finalize()
-    assert own.process.process.returncode == 0 and not path.exists()
+        server_model.finalize()
+    assert server_model.process.process.returncode == 0 and not path.exists()
 
 
 KEEPS_THE_LOCK = "ctypes.PyDLL(None).sleep(1000)  # the interpreter's"

@@ -28,8 +28,8 @@ def test_a_step_has_the_backend_of_its_device() -> None:
 
 
 def test_the_declared_device_is_found() -> None:
-    found = backend_identity(step("build", "onnxruntime", HERE))
-    assert found == identity("onnxruntime") and found["device"]["architecture"] == HERE
+    device = backend_identity(step("build", "onnxruntime", HERE))
+    assert device == identity("onnxruntime") and device["device"]["architecture"] == HERE
 
 
 def test_another_device_is_one_line_with_both_names_and_the_node() -> None:

@@ -29,14 +29,14 @@ def resources() -> dict[str, tuple[float, float]]:
     """MB for any model, and bytes for each byte of weights, of each rule whose jobs may run on a node."""
     text = "".join(path.read_text() for path in sorted(RULES.glob("*.smk")))
     rules = dict(re.findall(r"^rule (\w+):\n(.*?)(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL))
-    asked = {}
+    memory = {}
     for rule, body in rules.items():
         if "localrule: True" not in body:
             numbers = re.search(r"mem_mb=memory\(([\d., ]+)\),\n +runtime=minutes\([\d, ]+\),", body)
             assert numbers, f"{rule} says neither how much memory nor how long"
             base, per_byte = (*map(float, numbers[1].split(",")), 0.0)[:2]
-            asked[rule] = base, per_byte
-    return asked
+            memory[rule] = base, per_byte
+    return memory
 
 
 def test_every_stage_that_may_run_on_a_node_says_what_it_needs() -> None:
@@ -47,7 +47,7 @@ def test_every_stage_that_may_run_on_a_node_says_what_it_needs() -> None:
 
 @pytest.mark.parametrize("weight_bytes", MEASURED)
 def test_a_job_asks_for_a_third_more_than_was_measured(weight_bytes: int) -> None:
-    asked = resources()
+    memory = resources()
     for stage, peak in MEASURED[weight_bytes].items():
-        base, per_byte = asked[stage]
+        base, per_byte = memory[stage]
         assert (peak + STEP) * 4 / 3 <= base + per_byte * weight_bytes / 1e6 <= peak * 3 + 4000, stage

@@ -26,11 +26,11 @@ def test_a_stage_has_a_rule_that_says_what_it_needs(name: str) -> None:
 
 def test_the_results_tree_has_the_paths_of_the_rules() -> None:
     """`Results` is for who reads a finished tree; what is made beside the rules stands there alone."""
-    made = {pattern for rule in rules().values() for pattern in rule.outputs}
+    outputs = {pattern for rule in rules().values() for pattern in rule.outputs}
     read = {value.pattern for value in vars(Results).values() if isinstance(value, Artefact)}
     summary = (FOLDER / "report.smk").read_text()
-    others = {pattern for pattern in read - made if f'"<results>/{pattern}"' not in summary}
-    assert others == {"{model}/{precision}/reproduce/{backend}/{layers}.json"}
+    unlisted = {pattern for pattern in read - outputs if f'"<results>/{pattern}"' not in summary}
+    assert unlisted == {"{model}/{precision}/reproduce/{backend}/{layers}.json"}
 
 
 def test_each_stage_is_read_by_another_or_collected() -> None:

@@ -56,7 +56,7 @@ print((memory("VmHWM") - before) / size)
 @pytest.mark.long
 def test_stages_take_what_the_docs_say(shared: Shared) -> None:
     root = shared.folder("memory", lambda root: build_family(root, "mixtral", "fp32", **SIZES))
-    stages = {stage: float(most) for stage, most in re.findall(r"`(\w+)`(?: takes)? (\d\.\d)", PAGE.read_text())}
+    stages = {stage: float(factor) for stage, factor in re.findall(r"`(\w+)`(?: takes)? (\d\.\d)", PAGE.read_text())}
     assert set(stages) == {"golden", "validate", "reference"} and max(stages["golden"], stages["validate"]) <= 2
     multiples = {}
     for stage in sorted(stages, reverse=True):  # golden reads the reference

@@ -297,9 +297,12 @@ def test_draws_have_the_distribution_that_vllm_documents(rule, temperature):
         sampler = Sampler(sampling, prompt + answer, frozenset([0, 11]), num_prompt_tokens=len(prompt))
         actual[sampler(logits, position).token] += 1
     assert not actual[expected == 0].any()
-    seen = expected * count >= 5
-    rest = ~seen & (expected > 0)
-    pairs = [*zip(actual[seen], expected[seen] * count), (actual[rest].sum(), expected[rest].sum() * count)]
+    is_likely = expected * count >= 5
+    unlikely = ~is_likely & (expected > 0)
+    pairs = [
+        *zip(actual[is_likely], expected[is_likely] * count),
+        (actual[unlikely].sum(), expected[unlikely].sum() * count),
+    ]
     chi_square = sum((first - other) ** 2 / other for first, other in pairs if other)
     degrees = len(pairs) - 1
     # mean and variance of chi-square; five standard deviations, and 10 for few degrees, whose tail is longer

@@ -84,7 +84,7 @@ def test_the_graphs_show_what_the_family_is_known_for(built):
         for entry in assembly["classes"].values()
         for slot in entry["slots"]
     }
-    assert set(family.slots) <= {known for known in family.slots if any(slot.endswith(known) for slot in slots)}
+    assert set(family.slots) <= {suffix for suffix in family.slots if any(slot.endswith(suffix) for slot in slots)}
 
 
 def test_twenty_tokens_of_three_requests_are_those_of_generate(built):
@@ -120,8 +120,8 @@ def test_a_prompt_in_three_pieces_gives_what_the_whole_gives(built):
     prompt = PROMPTS[1]
     model = built.open()
     expected = built.logits(prompt)[-1]
-    (whole,) = model.step([Advance(0, prompt, 0)])
-    assert abs(whole - expected).max() < built.family.tolerance
+    (logits,) = model.step([Advance(0, prompt, 0)])
+    assert abs(logits - expected).max() < built.family.tolerance
     for cuts in ((0, WINDOW + 1, WINDOW + 3, 19), (0, 1, 18, 19)):
         for start, end in zip(cuts, cuts[1:]):
             (actual,) = model.step([Advance(1, prompt[start:end], start)])
@@ -129,11 +129,11 @@ def test_a_prompt_in_three_pieces_gives_what_the_whole_gives(built):
 
 
 def test_a_step_that_mixes_prefill_and_decode_gives_what_each_gives_alone(built):
-    one, two, three = PROMPTS
+    first, two, three = PROMPTS
     model = built.open()
     model.step([Advance(2, two[:17], 0), Advance(0, three[:8], 0)])
-    actual = model.step([Advance(0, three[8:9], 8), Advance(1, one, 0), Advance(2, two[17:18], 17)])
-    expected = [built.logits(three)[8], built.logits(one)[4], built.logits(two)[17]]
+    actual = model.step([Advance(0, three[8:9], 8), Advance(1, first, 0), Advance(2, two[17:18], 17)])
+    expected = [built.logits(three)[8], built.logits(first)[4], built.logits(two)[17]]
     assert abs(actual - expected).max() < built.family.tolerance
     actual = model.step([Advance(2, two[18:], 18), Advance(0, three[9:], 9)])
     assert abs(actual - [built.logits(two)[18], built.logits(three)[10]]).max() < built.family.tolerance

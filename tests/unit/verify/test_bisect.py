@@ -127,9 +127,9 @@ def constant(scale: float, output: str, number: int = 1):
 def attribute(name: str, value: Any, output: str):
     def change(graph):
         node = node_of(graph, output)
-        kept = [item for item in node.attribute if item.name != name]
+        attributes = [item for item in node.attribute if item.name != name]
         del node.attribute[:]
-        node.attribute.extend([*kept, helper.make_attribute(name, value)])
+        node.attribute.extend([*attributes, helper.make_attribute(name, value)])
 
     return change
 
@@ -244,14 +244,14 @@ def plant_in_engine(results: Results, fault: Fault, precision: str = "fp32") -> 
 
 def check_named(report: BisectReport, wrong: str, fault: Fault) -> None:
     assert len(report.faults) == 1, report.answer
-    (found,) = report.faults
-    assert (report.wrong, found.wrong, found.decoder_layer) == (wrong, wrong, fault.layer)
+    (first_fault,) = report.faults
+    assert (report.wrong, first_fault.wrong, first_fault.decoder_layer) == (wrong, wrong, fault.layer)
     if "or the block before it" in report.answer:
-        assert wrong == "graph" and found.graph == "attention.prefill"
+        assert wrong == "graph" and first_fault.graph == "attention.prefill"
         assert fault.part == "block" or fault.graph == "attention.prefill"
     else:
-        assert (found.graph, found.part) == (fault.graph, fault.part)
-    assert found.error_before < 1e-4 and not found.measured.passed
+        assert (first_fault.graph, first_fault.part) == (fault.graph, fault.part)
+    assert first_fault.error_before < 1e-4 and not first_fault.measured.passed
     assert report.answer in text(report)
     assert BisectReport.from_json(json.loads(dump_json(report.to_json()))) == report
 
@@ -313,9 +313,9 @@ def rebind(results: Results, layer: int, part: str, slot: str, tensor: str) -> N
 ])  # fmt: skip
 def test_a_block_with_another_blocks_weights_is_named(copied, right, part, slot, tensor):
     rebind(copied, 2, part, slot, tensor)
-    (found,) = follow(copied, right).faults
+    (fault,) = follow(copied, right).faults
     # PyTorch does not show keys before their positions are in them.
-    assert (found.wrong, found.part, found.decoder_layer) == ("graph", part.replace("block", "attention"), 2)
+    assert (fault.wrong, fault.part, fault.decoder_layer) == ("graph", part.replace("block", "attention"), 2)
 
 
 # --- what is said where there is less to go by ---
@@ -335,8 +335,8 @@ def test_faults_are_named_in_fp16(copied, right, wrong):
     scaled = Fault("exit", attribute("alpha", 1.1, "InsertedPrecisionFreeCast_gemm_2"), 2, "exit")
     fault = FAULTS["prefill scale"] if wrong == "graph" else scaled
     (plant_in_graph if wrong == "graph" else plant_in_engine)(copied, fault, "fp16")
-    (found,) = follow(copied, right, "fp16").faults
-    assert (found.wrong, found.graph) == (wrong, fault.graph)
+    (first_fault,) = follow(copied, right, "fp16").faults
+    assert (first_fault.wrong, first_fault.graph) == (wrong, fault.graph)
 
 
 def test_of_two_faults_the_first_is_the_answer_and_the_other_is_mentioned(copied, right):
@@ -407,8 +407,8 @@ def test_weights_that_are_not_the_checkpoints_are_told_by_the_reference(referenc
         read_json(references.checkpoint("demo-llama"))["config"], Weights.open(results.weights("demo-llama", "fp32")), 2
     )
     record = model.record(choose(results, target, SHORT, 768).tokens.ids)
-    found = run.Right(record, model.noisy(record))
-    report = run.bisect(results, target, TOLERANCES["fp32"], prompt=SHORT, right=found)
+    record_right = run.Right(record, model.noisy(record))
+    report = run.bisect(results, target, TOLERANCES["fp32"], prompt=SHORT, right=record_right)
     assert report.wrong == "weights" and not report.faults and "convert again" in report.look_at[0]
 
 
@@ -504,13 +504,13 @@ def test_a_fault_of_the_runtime_is_told_from_one_of_graphs_and_engines(copied, r
 @pytest.fixture
 def tree(references, copied) -> Path:
     """A results folder as the workflow leaves it: all in one place."""
-    made = Results(copied.root)
+    tree_made = Results(copied.root)
     for path, names in ((Results.checkpoint, ()), (Results.weights, ("fp32",)), (Results.reference, (2,))):
-        there, here = (path(results, "demo-llama", *names) for results in (references, made))
-        here.parent.mkdir(exist_ok=True)
-        for file in there.parent.glob(f"{there.stem}.*"):
-            shutil.copy(file, here.parent)
-    write_json(made.config(), CONFIG.dump())
+        source, target = (path(results, "demo-llama", *names) for results in (references, tree_made))
+        target.parent.mkdir(exist_ok=True)
+        for file in source.parent.glob(f"{source.stem}.*"):
+            shutil.copy(file, target.parent)
+    write_json(tree_made.config(), CONFIG.dump())
     return copied.root
 
 
@@ -634,9 +634,9 @@ def test_a_model_with_adapters_is_followed_without_them(demo, shared, tmp_path):
     graphs = open_graphs(assembly, demo.weights("demo-llama", "fp32"), LAYERS, 1)
     right = run.make_right(config, graphs, Tokenizer.open(assembly).encode(PROMPT))
     ask = lambda: run.bisect(results, target, TOLERANCES["fp32"], prompt=PROMPT, right=right)
-    found = ask()
-    assert found.wrong == "nothing" and not found.faults
-    assert any("followed without one" in note for note in found.notes)
+    answer = ask()
+    assert answer.wrong == "nothing" and not answer.faults
+    assert any("followed without one" in note for note in answer.notes)
     fault = GRAPH_FAULTS["middle residual"]
     plant_in_graph(results, fault)
     check_named(ask(), "graph", fault)

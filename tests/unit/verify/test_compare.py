@@ -314,11 +314,11 @@ def test_a_rotary_encoding_is_kept_with_recorded_plans_and_goes_with_fused_atten
     build_and_compare(demo, tmp_path, "fp16", tactics="record")
     assert built() == 5
     # Not the comparison's report: sums of several threads differ in their last bits.
-    made = lambda: {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name != "compare.json"}
-    before = made()
+    files_now = lambda: {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name != "compare.json"}
+    before = files_now()
     assert set(read_json(tmp_path / "tactics.json")["engines"]) == {"embedding", "entry", "middle", "exit"}
     build_and_compare(demo, tmp_path, "fp16", tactics="record")
-    assert built() == 0 and made() == before
+    assert built() == 0 and files_now() == before
     build_and_compare(demo, tmp_path, "fp16", tactics="verified")  # the engines that the record speaks of
     assert built() == 0 and read_json(tmp_path / "engines.json")["options"]["tactics"] == "verified"
     (tmp_path / "middle.engine").unlink()

@@ -50,7 +50,7 @@ def third_row_sees_the_second(graph):
     """Right for two requests, wrong for more."""
     for node in graph.node:
         node.input[:] = ["mixed" if name == "past_value" else name for name in node.input]
-    made = (
+    tensors = (
         helper.make_node("Shape", ["past_value"], ["shape"], start=0, end=1),
         helper.make_node("Squeeze", ["shape"], ["rows"]),
         helper.make_node("Range", ["zero", "rows", "one"], ["each"]),
@@ -58,7 +58,7 @@ def third_row_sees_the_second(graph):
         helper.make_node("Where", ["is_third", "one", "each"], ["taken"]),
         helper.make_node("Gather", ["past_value", "taken"], ["mixed"], axis=0, name="planted"),
     )
-    for at, node in enumerate(made):
+    for at, node in enumerate(tensors):
         graph.node.insert(at, node)
     for name, value in (("zero", 0), ("one", 1), ("two", 2)):
         graph.initializer.append(numpy_helper.from_array(np.array(value), name))
@@ -241,8 +241,10 @@ def test_the_report_says_how_far_the_checks_looked(references, tmp_path):
     assert long["num_tokens"] == 240 and len(long["tokens"]) == 16 and long["generate_equal"]
     for entry in (long, *report["prompts"]):
         assert 0 < entry["mixed_max_logit_error"] <= report["max_logit_error"] <= report["tolerance"]
-    kept = read_json(references.reference("demo-llama", 2))["long"]
-    assert kept["edges"] == [63, 64, 65, 127, 128, 129, 191, 192, 193, 240] and kept["counts"] == list(range(1, 241))
+    reference = read_json(references.reference("demo-llama", 2))["long"]
+    assert reference["edges"] == [63, 64, 65, 127, 128, 129, 191, 192, 193, 240] and reference["counts"] == list(
+        range(1, 241)
+    )
 
 
 # --- what they are made of ---
@@ -269,6 +271,6 @@ def test_each_row_at_an_edge_of_a_synthetic_cache_shows(rows):
     full = weights @ values[:, 0] / weights.sum()
     shown = [row for row in {0, 63, 64, rows - 1, rows - 300, rows - 299} if 0 <= row < rows]
     for row in shown:
-        kept = np.arange(rows) != row
-        without = weights[kept] @ values[kept, 0] / weights[kept].sum()
+        is_kept = np.arange(rows) != row
+        without = weights[is_kept] @ values[is_kept, 0] / weights[is_kept].sum()
         assert np.abs(without - full).max() / max(1, np.sqrt(np.mean(full**2))) > 0.03, row

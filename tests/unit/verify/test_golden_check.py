@@ -72,7 +72,9 @@ def test_a_device_that_chooses_other_tokens_than_its_logits_say_fails(references
     monkeypatch.setattr(
         HostExecutor,
         "tokens",
-        lambda self, advances, more: tokens(self, advances, more) + (max(advance.start for advance in advances) > 5),
+        lambda self, advances, following: (
+            tokens(self, advances, following) + (max(advance.start for advance in advances) > 5)
+        ),
     )
     with pytest.raises(CheckError, match="as lockstep generate decodes: expected token"):
         check(references, tmp_path)

@@ -88,11 +88,11 @@ class _Greedy:
         self.margins: list[float] = []
 
     def __call__(self, logits: np.ndarray) -> int:
-        left = logits.copy()
-        left[self.tokens] = -np.inf
-        second, first = np.argsort(left)[-2:].tolist()
+        changed = logits.copy()
+        changed[self.tokens] = -np.inf
+        second, first = np.argsort(changed)[-2:].tolist()
         self.tokens.append(first)
-        self.margins.append(float((left[first] - left[second]) / logits.std()))
+        self.margins.append(float((changed[first] - changed[second]) / logits.std()))
         return first
 
 
@@ -101,9 +101,9 @@ def _of_transformers(model: Any, ids: np.ndarray) -> tuple[list[int], list[float
     torch.set_num_threads(_THREADS)
     greedy = _Greedy()
     cache = None
-    given = torch.from_numpy(ids)[None]
+    tokens = torch.from_numpy(ids)[None]
     for _ in range(_NEW):
-        output = model(given, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        output = model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
         cache = output.past_key_values
-        given = torch.tensor([[greedy(output.logits[0, -1].numpy())]])
+        tokens = torch.tensor([[greedy(output.logits[0, -1].numpy())]])
     return greedy.tokens, greedy.margins

@@ -94,11 +94,11 @@ def test_a_rounded_model_is_as_far_off_as_transformers_own_in_16_bits(tmp_path, 
     before = {name: value.clone() for name, value in exact.state_dict().items()}
     with torch.no_grad():
         right = exact(ids).logits[0]
-        own = half(ids).logits[0]
+        half_logits = half(ids).logits[0]
         with Rounded(dtype):
             actual = exact(ids).logits[0]
     rms = lambda logits: float((logits.float() - right).square().mean().sqrt())
-    assert actual.dtype == dtype and 0.6 < rms(actual) / rms(own) < 1.5
+    assert actual.dtype == dtype and 0.6 < rms(actual) / rms(half_logits) < 1.5
     assert all(torch.equal(value, before[name]) for name, value in exact.state_dict().items())
 
 

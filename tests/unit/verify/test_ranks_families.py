@@ -78,14 +78,14 @@ def make(family: str, folder: Path) -> Made:
 def test_ranks_of_a_family_pass_all_checks(family: str, shared: Shared, tmp_path: Path) -> None:
     from lockstep_serve import check as served  # loads what a server needs
 
-    made = make(family, tmp_path)
-    weights = made.results.weights(MODEL, PRECISION)
-    reference = made.results.reference(MODEL, "all")
+    results = make(family, tmp_path)
+    weights = results.results.weights(MODEL, PRECISION)
+    reference = results.results.reference(MODEL, "all")
     for degree in (2, 4):
         folder = tmp_path / f"ranks-{degree}"
-        assembly = made.assembly(shared, degree, folder)
+        assembly = results.assembly(shared, degree, folder)
         report = validate.run(
-            assembly, weights, made.results.checkpoint(MODEL), "all", TOLERANCE, LIMITS.max_seq_len,
+            assembly, weights, results.results.checkpoint(MODEL), "all", TOLERANCE, LIMITS.max_seq_len,
             folder / "validate.json",
         )  # fmt: skip
         assert read_json(report)["result"] == "pass"

@@ -92,19 +92,19 @@ def made(request, shared) -> Callable[[str], Results]:
     return of
 
 
-def paths(made: Callable[[str], Results], kind: str) -> tuple[Path, Path, Path]:
-    results = made(kind)
+def paths(build_results: Callable[[str], Results], kind: str) -> tuple[Path, Path, Path]:
+    results = build_results(kind)
     return results.assembly(NAME, "fp16"), results.weights(NAME, "fp16"), results.engines(NAME, "fp16", "onnxruntime")
 
 
-def validated(made: Callable[[str], Results], kind: str, out: Path) -> Path:
-    assembly, weights, _ = paths(made, kind)
-    checkpoint = made(kind).checkpoint(NAME)
+def validated(build_results: Callable[[str], Results], kind: str, out: Path) -> Path:
+    assembly, weights, _ = paths(build_results, kind)
+    checkpoint = build_results(kind).checkpoint(NAME)
     return validate.run(assembly, weights, checkpoint, "all", TOLERANCES, LIMITS.max_seq_len, out)
 
 
 def run_golden(
-    made: Callable[[str], Results],
+    build_results: Callable[[str], Results],
     kind: str,
     folder: Path,
     backend: str = "onnxruntime",
@@ -112,9 +112,9 @@ def run_golden(
     exported: Path | None = None,
 ) -> Path:
     """built, exported: engines and assembly instead of those of `made`."""
-    assembly, weights, engines = paths(made, kind)
+    assembly, weights, engines = paths(build_results, kind)
     inputs = {"assembly": exported or assembly, "weights": weights, "engines": built or engines}
-    inputs["reference"] = made(kind).reference(NAME, "all")
+    inputs["reference"] = build_results(kind).reference(NAME, "all")
     options = {"tolerance": asdict(TOLERANCES), "limits": asdict(LIMITS), "expected": [None] * len(TERMS.prompts)}
     names = {"model": NAME, "precision": "fp16", "layers": "all", "backend": backend}
     out = folder / STAGES["golden"].output.format(**names)
@@ -123,8 +123,8 @@ def run_golden(
 
 
 def line(where: str, name: str) -> str:
-    found = rf"float16 overflows: {where}: {name} reaches [\d,]+, expected at most 65504"
-    return found + "; set residual: float32 for the model, or take bf16 or fp32 instead of float16"
+    line_expected = rf"float16 overflows: {where}: {name} reaches [\d,]+, expected at most 65504"
+    return line_expected + "; set residual: float32 for the model, or take bf16 or fp32 instead of float16"
 
 
 STREAM = line(r"(layer 1 \(block middle\)|the embedding \(block embedding\))", "the hidden state")
@@ -136,9 +136,9 @@ def test_plain_fp16_is_refused_for_what_it_is(made, tmp_path):
         validated(made, "plain", tmp_path / "validate.json")
     with pytest.raises(CheckError, match=f"^{STREAM}; prompt 'The river', .*; details in"):
         run_golden(made, "plain", tmp_path)
-    found = bisect(made("plain"), Target(NAME, "fp16", "all", "onnxruntime"), TOLERANCES)
-    assert found.wrong == "overflow"
-    assert re.fullmatch(STREAM, f"{found.answer.removeprefix('overflow: ')}; {found.look_at[0]}")
+    fault = bisect(made("plain"), Target(NAME, "fp16", "all", "onnxruntime"), TOLERANCES)
+    assert fault.wrong == "overflow"
+    assert re.fullmatch(STREAM, f"{fault.answer.removeprefix('overflow: ')}; {fault.look_at[0]}")
 
 
 @pytest.mark.long
@@ -148,8 +148,8 @@ def test_compare_names_an_overflow_of_the_graph(made, tmp_path, monkeypatch):
     arrays = inputs.arrays
 
     def large(graph, case):
-        found = arrays(graph, case)
-        return {**found, "hidden": found["hidden"] * 10_000} if graph.model.graph.name == "middle" else found
+        values = arrays(graph, case)
+        return {**values, "hidden": values["hidden"] * 10_000} if graph.model.graph.name == "middle" else values
 
     monkeypatch.setattr(inputs, "arrays", large)
     with pytest.raises(CheckError, match=r"float16 overflows: .* reaches .*, expected at most 65504"):
@@ -244,7 +244,7 @@ def test_an_overflow_is_told_from_other_infinities():
     model = helper.make_model(helper.make_graph(nodes, "g", halves[:2], halves[3:]), ir_version=10)
     model.opset_import[0].version = 20
     of = lambda *numbers: np.array(numbers, np.float16)
-    found = find_overflow(model, {"a": of(200, 1), "b": of(100, 1)})
-    assert (found.name, found.largest, found.is_product) == ("d", 90_000.0, False)
+    overflow = find_overflow(model, {"a": of(200, 1), "b": of(100, 1)})
+    assert (overflow.name, overflow.largest, overflow.is_product) == ("d", 90_000.0, False)
     assert find_overflow(model, {"a": of(100, 1), "b": of(100, 1)}) is None
     assert find_overflow(model, {"a": of(np.inf, 1), "b": of(100, 1)}) is None

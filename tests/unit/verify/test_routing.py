@@ -198,8 +198,8 @@ def test_scores_that_are_nearer_than_rounding_may_change_places_and_others_not()
 def test_rows_whose_choice_is_by_less_than_the_bound_are_told():
     scores = np.array([[0.5, 0.25, 0.2], [0.5, 0.25, 0.246], [0.3, 0.3, 0.3], [0.4, np.nan, 0.1]], np.float32)
     assert is_clear(Choice("two", 2, 3), scores, np.full(4, 0.01)).tolist() == [True, False, False, True]
-    left = np.array([[0.5, -0.01, -0.5], [0.5, -0.002, 0.1], [-np.inf, 0.3, 0.001]], np.float32)
-    assert is_clear(Choice("above a limit", 0, 3), left, np.full(3, 0.01)).tolist() == [True, False, False]
+    rows_of_scores = np.array([[0.5, -0.01, -0.5], [0.5, -0.002, 0.1], [-np.inf, 0.3, 0.001]], np.float32)
+    assert is_clear(Choice("above a limit", 0, 3), rows_of_scores, np.full(3, 0.01)).tolist() == [True, False, False]
 
 
 def test_a_choice_can_be_forced_and_its_values_stay_the_scores():

@@ -67,10 +67,10 @@ def test_it_chooses_what_the_product_chooses() -> None:
     near = 0
     for _ in range(300):
         vocab_size = int(random.choice([2, 5, 40, 300]))
-        given = body(random, vocab_size) if vocab_size > 2 else {"seed": 3}
-        rules = Rules.of(given, [1])
-        bias = {int(token): value for token, value in given.get("logit_bias", {}).items()}
-        fields = {k: v for k, v in given.items() if k not in ("logit_bias", "stop_token_ids")}
+        request_body = body(random, vocab_size) if vocab_size > 2 else {"seed": 3}
+        rules = Rules.of(request_body, [1])
+        bias = {int(token): value for token, value in request_body.get("logit_bias", {}).items()}
+        fields = {k: v for k, v in request_body.items() if k not in ("logit_bias", "stop_token_ids")}
         sampling = Sampling(**{"temperature": 1.0, **fields}, logit_bias=bias)
         prompt = random.integers(0, vocab_size, random.integers(1, 6)).tolist()
         choice = int(random.integers(0, 3))
@@ -81,7 +81,7 @@ def test_it_chooses_what_the_product_chooses() -> None:
             row = random.normal(0, random.choice([0.5, 3, 20]), vocab_size).astype(np.float32)
             chosen = choose(rules, row, prompt, answer, noise)
             token = sampler(row, len(prompt) + len(answer)).token
-            assert chosen.may_be(token), (given, prompt, answer)
+            assert chosen.may_be(token), (request_body, prompt, answer)
             near += token != chosen.token
             answer.append(token)
     assert near < 3  # rounding: none is seen

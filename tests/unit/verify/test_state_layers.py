@@ -94,14 +94,16 @@ def test_a_seen_prefix_goes_on_from_the_states_behind_it(root):
     tables = model.tables
     page = model.tables.pool.page_nbytes
     prompt = ids(120, 0)
-    requests = [Request(np.concatenate([prompt[:kept], ids(100 - kept, kept)]), 5, argmax) for kept in (100, 80, 70)]
+    requests = [
+        Request(np.concatenate([prompt[:length], ids(100 - length, length)]), 5, argmax) for length in (100, 80, 70)
+    ]
     engine = Engine(model)
     first = run(engine, requests[0])[0, 0]
     assert tables.pool.num_cached == 1 + tables.state_pages > 1
     assert tables.state_pages * page >= model.executor.cache.state_nbytes
-    found = run(engine, *requests[1:])
+    answers = run(engine, *requests[1:])
     assert engine.prefix_hits == 2 * 64
-    for request, logits in zip(requests, [first, *found.values()], strict=True):
+    for request, logits in zip(requests, [first, *answers.values()], strict=True):
         alone = run(Engine(model, prefix_caching=False), request)[0, 0]
         np.testing.assert_array_equal(logits, alone)
     tight = open_model(root, max_batch_size=1, chunk_size=64, kv_bytes=(3 + tables.state_pages) * page)

@@ -128,12 +128,12 @@ def test_one_triple_of_sizes_is_seen(demo: Results, tmp_path: Path) -> None:
     """Three requests in a cache of 128 rows, one of which holds 77 tokens."""
 
     def wrong(edit: Edit) -> None:
-        here = edit.both(
+        matches = edit.both(
             edit.op("Equal", edit.size("query"), 3),
             edit.op("Equal", edit.size("past_key", 2), 128),
             edit.op("Equal", edit.op("ReduceMin", edit.op("Abs", edit.op("Sub", "past_lengths", 77)), keepdims=0), 0),
         )
-        edit.replace("attention", lambda value: edit.op("Where", here, edit.times(value, 1.05), value))
+        edit.replace("attention", lambda value: edit.op("Where", matches, edit.times(value, 1.05), value))
 
     actual = pair(demo, spoiled(demo, tmp_path / "engines", "attention.decode", wrong), "attention.decode")
     assert not actual.compare(TOLERANCES["fp32"], 300).passed
@@ -148,8 +148,8 @@ def test_lengths_beyond_the_sequence_are_drawn(
 
     def wrong(edit: Edit) -> None:
         longest = edit.op("ReduceMax", "past_lengths", keepdims=0)
-        here = edit.both(edit.op("Greater", longest, 129), edit.op("Less", longest, 191))
-        edit.replace("attention", lambda value: edit.op("Where", here, edit.times(value, 1.05), value))
+        matches = edit.both(edit.op("Greater", longest, 129), edit.op("Less", longest, 191))
+        edit.replace("attention", lambda value: edit.op("Where", matches, edit.times(value, 1.05), value))
 
     monkeypatch.setattr(sequence_sweep, "SEQUENCE_TOKENS", 96)
     monkeypatch.setattr(inputs, "edges", lambda longest, lengths=(): [longest])

@@ -36,9 +36,9 @@ def weights_of(model, folder):
 def test_a_record_is_what_transformers_has_in_its_cache_and_hidden_states(demo, layers):
     record = TorchModel(CONFIG, Weights.open(demo.weights("demo-llama", "fp32")), layers).record(IDS)
     model = load_folder(DEMO, cut_config(CONFIG, layers))
-    seen = {}
+    recorded = {}
     for i, layer in enumerate(model.model.layers):
-        layer.self_attn.o_proj.register_forward_pre_hook(lambda module, args, i=i: seen.update({i: args[0][0]}))
+        layer.self_attn.o_proj.register_forward_pre_hook(lambda module, args, i=i: recorded.update({i: args[0][0]}))
     with torch.no_grad():
         output = model(torch.from_numpy(IDS)[None], use_cache=True, output_hidden_states=True)
     assert len(record.layers) == (6 if layers == "all" else layers)
@@ -49,7 +49,7 @@ def test_a_record_is_what_transformers_has_in_its_cache_and_hidden_states(demo, 
         cache = output.past_key_values.layers[i]
         assert np.array_equal(layer.keys, cache.keys[0].transpose(0, 1).numpy())
         assert np.array_equal(layer.values, cache.values[0].transpose(0, 1).numpy())
-        assert np.array_equal(layer.attention, seen[i].numpy())
+        assert np.array_equal(layer.attention, recorded[i].numpy())
         assert np.array_equal(layer.hidden, output.hidden_states[i][0].numpy())
 
 
@@ -72,14 +72,14 @@ def test_mapped_weights_compute_what_those_in_float32_do(tmp_path, family):
     weights = Weights.open(convert(checkpoint, "fp16", tmp_path / "weights.json"))
     config = read_json(checkpoint)["config"]
     ids = np.array([5, 9, 100, 33, 7, 250, 8])
-    whole, mapped = (TorchModel(config, weights, 2) for _ in range(2))
+    in_memory, mapped = (TorchModel(config, weights, 2) for _ in range(2))
     tensors = {name: float32_tensor(array) for name, array in weights.dequantized() if is_within(name, 2)}
-    whole.model = load_tensors(tensors, cut_config(config, 2), HOOK, "whole")
-    one = whole.record(ids)
+    in_memory.model = load_tensors(tensors, cut_config(config, 2), HOOK, "whole")
+    record = in_memory.record(ids)
     other = mapped.record(ids)
     # The same operations on the same numbers, so no tolerance.
-    assert np.array_equal(one.logits, other.logits) and np.array_equal(one.embedded, other.embedded)
-    for layer, same in zip(one.layers, other.layers, strict=True):
+    assert np.array_equal(record.logits, other.logits) and np.array_equal(record.embedded, other.embedded)
+    for layer, same in zip(record.layers, other.layers, strict=True):
         assert all(np.array_equal(*pair) for pair in zip(layer.arrays, same.arrays, strict=True))
 
 
@@ -121,10 +121,10 @@ def minicpm3(tmp_path):
 
 def test_a_cut_model_is_the_first_layers_of_the_whole_one(minicpm3):
     config, folder = minicpm3
-    whole, cut = (load_folder(folder, cut_config(config, layers)) for layers in ("all", 2))
+    full, cut = (load_folder(folder, cut_config(config, layers)) for layers in ("all", 2))
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
-        states = whole(ids, use_cache=False, output_hidden_states=True).hidden_states[2]
+        states = full(ids, use_cache=False, output_hidden_states=True).hidden_states[2]
         assert torch.equal(
             cut.get_decoder().norm(states), cut(ids, use_cache=False, output_hidden_states=True).hidden_states[-1]
         )
@@ -133,10 +133,10 @@ def test_a_cut_model_is_the_first_layers_of_the_whole_one(minicpm3):
 def test_a_model_whose_first_layers_depend_on_how_many_follow_is_refused(minicpm3, monkeypatch):
     config, folder = minicpm3
     layer = transformers.models.minicpm3.modeling_minicpm3.MiniCPM3DecoderLayer
-    own = layer.__init__
+    init = layer.__init__
 
     def counts_from_the_end(self, config, layer_idx):
-        own(self, config, layer_idx)
+        init(self, config, layer_idx)
         self.shares_keys = layer_idx >= config.num_hidden_layers - 1
 
     monkeypatch.setattr(layer, "__init__", counts_from_the_end)

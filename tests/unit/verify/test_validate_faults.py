@@ -93,10 +93,10 @@ def test_a_fault_in_the_kind_of_all_layers_is_found_in_the_first(demo, copy, nam
         run(demo, copy, layers=2)
 
 
-def swap(assembly, layer, one, other):
+def swap(assembly, layer, first, other):
     """Bind two slots of the block behind `layer`'s attention to each other's tensors."""
     slots = assembly["layers"][layer + 1]["block"]["slots"]
-    slots[one], slots[other] = slots[other], slots[one]
+    slots[first], slots[other] = slots[other], slots[first]
 
 
 def test_a_swapped_weight_is_caught_in_the_layer_that_it_belongs_to(demo, copy):

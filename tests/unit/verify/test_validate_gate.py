@@ -64,8 +64,8 @@ def test_a_graph_file_that_changed_since_the_export_is_an_error(tmp_path):
 
 
 def arrays(**changes):
-    given = {"hidden": np.zeros((5, 4), np.float32), "weight": np.zeros((3, 4), np.float32)} | changes
-    return {name: array for name, array in given.items() if array is not None}
+    feeds_made = {"hidden": np.zeros((5, 4), np.float32), "weight": np.zeros((3, 4), np.float32)} | changes
+    return {name: array for name, array in feeds_made.items() if array is not None}
 
 
 def test_arrays_as_declared_pass_and_bind_the_free_dimensions():
@@ -107,10 +107,10 @@ def feeds(shape=(5, 4)):
 
 
 def test_equal_runners_pass_and_the_worst_feed_counts():
-    both = [*feeds(), *feeds((2, 4))]
-    result = compare([runner("a"), runner("torch")], both, 1e-4)["a"]
+    all_feeds = [*feeds(), *feeds((2, 4))]
+    result = compare([runner("a"), runner("torch")], all_feeds, 1e-4)["a"]
     assert result == ForwardError(0.0, 0.0, 1e-4, passed=True)
-    result = compare([runner("a", factor=1.5), runner("torch")], both, 1e-4)["a"]
+    result = compare([runner("a", factor=1.5), runner("torch")], all_feeds, 1e-4)["a"]
     assert result.max_abs_error == pytest.approx(0.5) and not result.passed
 
 

@@ -95,16 +95,16 @@ def _fp8(layout: str, weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
 
 def _nvfp4(layout: str, weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
     groups = weight.reshape(len(weight), -1, 16)
-    whole = np.float32(np.abs(weight).max() / (FP8_LARGEST * 6))
-    scales = (np.abs(groups).max(-1) / 6 / whole).astype(FP8)
-    divided = np.float32(1) / whole
-    effective = scales.astype(np.float32) * whole if layout == "modelopt-nvfp4" else scales.astype(np.float32) / divided
+    scale = np.float32(np.abs(weight).max() / (FP8_LARGEST * 6))
+    scales = (np.abs(groups).max(-1) / 6 / scale).astype(FP8)
+    divided = np.float32(1) / scale
+    effective = scales.astype(np.float32) * scale if layout == "modelopt-nvfp4" else scales.astype(np.float32) / divided
     codes = np.clip(groups / np.maximum(effective, np.float32(1e-30))[..., None], -6, 6).astype(FP4)
     numbers = (codes.astype(np.float32) * effective[..., None]).reshape(weight.shape)
     four = codes.view(np.uint8).reshape(len(weight), -1) & 15
     packed = four[:, 0::2] | four[:, 1::2] << 4
     if layout == "modelopt-nvfp4":
-        return {"weight": packed, "weight_scale": scales, "weight_scale_2": whole.reshape(())}, numbers
+        return {"weight": packed, "weight_scale": scales, "weight_scale_2": scale.reshape(())}, numbers
     return {"weight_packed": packed, "weight_scale": scales, "weight_global_scale": divided.reshape(1)}, numbers
 
 

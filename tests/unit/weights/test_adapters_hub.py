@@ -25,8 +25,8 @@ NAME = "acme/captain"
 
 
 def files(name: str = "captain", **changes: bytes | None) -> dict[str, bytes]:
-    found = {path.name: path.read_bytes() for path in (ADAPTERS / name).iterdir()} | {"README.md": b"#"}
-    return {name: data for name, data in (found | changes).items() if data is not None}
+    contents = {path.name: path.read_bytes() for path in (ADAPTERS / name).iterdir()} | {"README.md": b"#"}
+    return {name: data for name, data in (contents | changes).items() if data is not None}
 
 
 @pytest.fixture
@@ -57,9 +57,9 @@ class User:
         return fork_server.run("stage_job", arguments, self.folder, {**kept, **variables, **environment}, 120)
 
     def error(self, *arguments: str, **environment: str) -> str:
-        made = self.run("fetch_adapters", *arguments, **environment)
-        *_, last = made.stderr.splitlines()
-        assert made.returncode == 2 and "Traceback" not in made.stderr, made.stderr
+        result = self.run("fetch_adapters", *arguments, **environment)
+        *_, last = result.stderr.splitlines()
+        assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
         assert not self.results.adapter_sources("m").exists()
         return last
 
@@ -72,18 +72,18 @@ def user(tmp_path: Path, hub: HubServer) -> User:
 @pytest.mark.long
 def test_an_adapter_on_the_hub_is_fetched_and_stays_at_its_commit(user: User, hub: HubServer) -> None:
     commit = hub.model(NAME, files())
-    made = user.run("fetch_adapters")
-    assert made.returncode == 0, made.stderr
+    stdout = user.run("fetch_adapters")
+    assert stdout.returncode == 0, stdout.stderr
     sources = user.results.adapter_sources("m")
     assert json.loads(sources.read_text())["adapters"] == {"theirs": {"source": f"hf:{NAME}", "commit": commit}}
     assert [file.path.name for file in named_files(sources)] == ["adapter_config.json", "adapter_model.safetensors"]
     assert not [request for request in hub.requests if "README" in request.path]
     assert user.run("resolve").returncode == 0
-    made = user.run("adapters")
-    assert made.returncode == 0, made.stderr
+    stdout = user.run("adapters")
+    assert stdout.returncode == 0, stdout.stderr
     manifest = user.results.adapters("m")
-    found = AdaptersManifest.load(manifest).adapters
-    assert found["theirs"].commit == commit and found["mine"].commit == ""
+    adapters = AdaptersManifest.load(manifest).adapters
+    assert adapters["theirs"].commit == commit and adapters["mine"].commit == ""
     assert sorted(open_adapters(manifest)) == ["mine", "theirs"] and not lost_files(manifest)
     statement = read_statement(manifest)
     assert statement and STAGES["adapters"].pin(manifest, statement.key)[1]["theirs/commit"] == commit
@@ -108,8 +108,8 @@ def test_each_way_that_it_can_fail_is_one_line(user: User, hub: HubServer) -> No
 
 @pytest.mark.long
 def test_a_model_without_adapters_on_the_hub_fetches_nothing(user: User) -> None:
-    made = user.run("fetch_adapters", str(ADAPTERS / "captain"))
-    assert made.returncode == 0 and not made.stdout
+    stdout = user.run("fetch_adapters", str(ADAPTERS / "captain"))
+    assert stdout.returncode == 0 and not stdout.stdout
     assert user.run("resolve").returncode == 0
-    made = user.run("adapters")
-    assert made.returncode == 2 and "adapter_sources.json: expected a file, found none" in made.stderr
+    stdout = user.run("adapters")
+    assert stdout.returncode == 2 and "adapter_sources.json: expected a file, found none" in stdout.stderr

@@ -121,17 +121,17 @@ def test_engines_say_what_transformers_says_on_the_dequantised_weights(
 @pytest.mark.parametrize("base", some(["w4a16", "w8a16"]))
 def test_a_request_without_adapter_has_the_bits_of_the_quantised_model(shared: Shared, base: str) -> None:
     results, precision = adapted_results(shared, base)
-    found = []
+    logits = []
     for name, adapters in (("plain", None), ("model", results.adapters("model"))):
         paths = (results.engines(name, precision, "onnxruntime"), results.assembly(name, precision))
         model = Model.open(*paths, results.weights("model", precision), adapters_json=adapters, **LIMITS)
-        found.append(logits_of(model, [(ids, None) for ids, _ in requests()]))
+        logits.append(logits_of(model, [(ids, None) for ids, _ in requests()]))
         if adapters is not None:
             mixed = [
                 item if name is None else None for item, (_, name) in zip(logits_of(model, requests()), requests())
             ]
-            assert all(a is None or np.array_equal(a, b) for a, b in zip(mixed, found[0]))
-    assert all(map(np.array_equal, *found))
+            assert all(a is None or np.array_equal(a, b) for a, b in zip(mixed, logits[0]))
+    assert all(map(np.array_equal, *logits))
 
 
 def test_the_check_finds_a_forgotten_scale_and_a_reference_in_full_precision(
@@ -142,9 +142,9 @@ def test_the_check_finds_a_forgotten_scale_and_a_reference_in_full_precision(
     golden = GoldenTerms(1, adapted={"": ("Light",)})
     files = results.checkpoint("model"), results.adapters("model")
     full = make_reference(files[0], "all", golden, tmp_path / "full.json", adapters_json=files[1])
-    one = ReferenceManifest.load(path)
+    reference = ReferenceManifest.load(path)
     other = ReferenceManifest.load(full)
-    assert one.logits.sha256 != other.logits.sha256
+    assert reference.logits.sha256 != other.logits.sha256
     write_adapter = loading.write_adapter
     forget = lambda adapter, *arguments: write_adapter(replace(adapter, scale=1.0), *arguments)
     monkeypatch.setattr("lockstep.runtime.adapters.write_adapter", forget)
@@ -160,6 +160,6 @@ def test_adapters_go_beside_the_integers_in_full_precision(shared: Shared) -> No
     for name, slots in assembly.adapters.classes.items():
         assert slots and all(map(is_data, slots))
         inputs = {io.name: io.dtype for io in assembly.classes[name].signature.inputs}
-        taken = {key for key in inputs if key.endswith((A_SUFFIX, B_SUFFIX))}
-        assert len(taken) == 2 * len(slots) and {inputs[key] for key in taken} == {"float32"}
+        keys = {key for key in inputs if key.endswith((A_SUFFIX, B_SUFFIX))}
+        assert len(keys) == 2 * len(slots) and {inputs[key] for key in keys} == {"float32"}
     assert set(sizes(assembly)) == set(open_adapters(results.adapters("model"))["random"].modules)

@@ -201,8 +201,8 @@ def _nan(array: np.ndarray) -> np.ndarray:
 def test_parts_that_do_not_fit_are_refused(tmp_path, layout, edit, line):
     folder = tmp_path / "checkpoint"
     write_coded(DEMO, folder, layout, edit)
-    found = error_of(lambda: convert(resolved(folder, Results(tmp_path)), "fp32", tmp_path / "weights.json"))
-    assert found.startswith(str(folder / "model.safetensors")) and line in found
+    message = error_of(lambda: convert(resolved(folder, Results(tmp_path)), "fp32", tmp_path / "weights.json"))
+    assert message.startswith(str(folder / "model.safetensors")) and line in message
     assert not list(tmp_path.rglob("weights.*"))
 
 
@@ -220,8 +220,8 @@ def test_parts_that_do_not_fit_are_refused(tmp_path, layout, edit, line):
 def test_a_quantization_config_that_is_not_read_is_refused(tmp_path, layout, change, line):
     write_coded(DEMO, tmp_path / "checkpoint", layout)
     write_settings(tmp_path / "checkpoint", SETTINGS[layout] | change)
-    found = error_of(resolved, tmp_path / "checkpoint", Results(tmp_path))
-    assert found.startswith(str(tmp_path / "checkpoint" / "config.json")) and line in found
+    message = error_of(resolved, tmp_path / "checkpoint", Results(tmp_path))
+    assert message.startswith(str(tmp_path / "checkpoint" / "config.json")) and line in message
 
 
 def test_an_adapter_of_a_base_in_nf4_is_held_to_it(shared, tmp_path):

@@ -124,8 +124,8 @@ def test_layers_and_matrices_may_be_dense(shared, tmp_path, layout):
     assembly = Assembly.load(results.assembly("model", precision))
     packed = {name for name in numbers if "_proj." in name and not re.search(dense, name)}
     assert set(assembly.quantization.bits) == packed
-    first, *others = [layer.block.graph for layer in assembly.layers if layer.block.graph.startswith("middle")]
-    assert len({first, *others[:3]}) > 2 and len(set(others[3:])) == 1
+    first, *rest_of_layers = [layer.block.graph for layer in assembly.layers if layer.block.graph.startswith("middle")]
+    assert len({first, *rest_of_layers[:3]}) > 2 and len(set(rest_of_layers[3:])) == 1
     for layer in assembly.layers:
         for part in layer.parts:
             slots = {slot.name for slot in assembly.classes[part.graph].signature.slots}
@@ -144,15 +144,15 @@ def test_long_groups_become_several_in_blocks_of_any_size(monkeypatch, name, bit
     suffixes |= {"weight_scale": "scales", "qzeros": "zero_points", "weight_zero_point": "zero_points"}
     suffixes |= {"weight_shape": "shape"}
     parts = {suffixes[key.partition(".")[2]]: array for key, array in tensors.items()}
-    held = Packed(packing, weight.shape, parts)
-    held.check()
+    checkpoint_tensor = Packed(packing, weight.shape, parts)
+    checkpoint_tensor.check()
     monkeypatch.setattr(packed, "BLOCK_SIZE", 24 * 144)
     results = []
-    for rows in held.blocks():
+    for rows in checkpoint_tensor.blocks():
         assert rows.stop - rows.start == (24 if rows.start == 0 else 16)
-        data = pack(held.integers(rows).reshape(-1, 9, 16), layout.bits)
-        zeros = pack_zero_points(held.zero_points(rows, 16), layout.bits)
-        results.append(dequantize(data, held.scales(rows, 16), 16, zeros))
+        data = pack(checkpoint_tensor.integers(rows).reshape(-1, 9, 16), layout.bits)
+        zeros = pack_zero_points(checkpoint_tensor.zero_points(rows, 16), layout.bits)
+        results.append(dequantize(data, checkpoint_tensor.scales(rows, 16), 16, zeros))
     assert np.array_equal(np.concatenate(results), numbers)
 
 
@@ -165,9 +165,9 @@ def test_a_gptq_checkpoint_of_which_config_json_says_too_little():
     roles = {"qweight": "data", "scales": "scales", "qzeros": "zero_points", "g_idx": "order"}
     parts = {roles[name.partition(".")[2]]: array for name, array in tensors.items()}
     zeros = np.zeros_like(parts["order"])
-    held = Packed(packing, weight.shape, {**parts, "order": zeros})
-    held.check()
-    assert np.array_equal(held.numbers(slice(0, 40)), numbers)
+    packed = Packed(packing, weight.shape, {**parts, "order": zeros})
+    packed.check()
+    assert np.array_equal(packed.numbers(slice(0, 40)), numbers)
     with pytest.raises(PackedValueError, match="gptq_v2"):
         Packed(packing, weight.shape, {**parts, "zero_points": parts["zero_points"] + np.int32(0x11111111)}).check()
     settings = {**layout.config(), "sym": False}
@@ -210,16 +210,19 @@ def test_ranks_take_their_part_of_the_zero_points(tmp_path):
     write_packed(make_random_checkpoint(tmp_path / "config.json", 0, tmp_path / "full"), tmp_path / "packed", ZEROS)
     resolve("packed", tmp_path / "packed", tmp_path / "checkpoint.json")
     already = CheckpointManifest.load(tmp_path / "checkpoint.json").quantization
-    files, whole = assemble(meta_model(config, "fp32"), config, "fp32", tensor_parallel=2)
-    split = quantize(files, whole, "w4a16", 16, already)[1]
+    files, assembly = assemble(meta_model(config, "fp32"), config, "fp32", tensor_parallel=2)
+    split = quantize(files, assembly, "w4a16", 16, already)[1]
     split.save(tmp_path / "assembly.json")
     convert(tmp_path / "checkpoint.json", "w4a16", tmp_path / "weights.json", tmp_path / "assembly.json")
     weights = Weights.open(tmp_path / "weights.json")
     axes = set()
     exact = dict(weights.dequantized())
-    for part, old in ((split.layers[1].block, whole.layers[1].block), (split.layers[1].exit, whole.layers[1].exit)):
+    for part, old in (
+        (split.layers[1].block, assembly.layers[1].block),
+        (split.layers[1].exit, assembly.layers[1].exit),
+    ):
         sharded = split.tensor_parallel.classes[part.graph]
-        full = whole.tensor_parallel.classes[old.graph]
+        full = assembly.tensor_parallel.classes[old.graph]
         sizes = {slot.name: slot.sizes for slot in split.classes[part.graph].signature.slots}
         for slot in [slot for slot in old.slots if data_name(slot) in part.slots]:
             for rank in range(2):
@@ -227,14 +230,14 @@ def test_ranks_take_their_part_of_the_zero_points(tmp_path):
                     sharded.take_weight(name, slot_array(weights, part.slots[name], sizes[name]), rank)
                     for name in already.parts(slot)
                 )
-                own = full.take_weight(slot, exact[old.slots[slot][0]], rank)
-                assert np.array_equal(dequantize(data, scales, 16, zeros), own) and zeros.nbytes < data.nbytes
+                rank_part = full.take_weight(slot, exact[old.slots[slot][0]], rank)
+                assert np.array_equal(dequantize(data, scales, 16, zeros), rank_part) and zeros.nbytes < data.nbytes
             axes.add(full.weights[slot].axis)
     assert axes == {0, 1}
     config["intermediate_size"] = 96  # three groups for each rank
-    files, whole = assemble(meta_model(config, "fp32"), config, "fp32", tensor_parallel=2)
+    files, assembly = assemble(meta_model(config, "fp32"), config, "fp32", tensor_parallel=2)
     with pytest.raises(InputError, match="group_size: expected a size that divides the 48 numbers of a row of .*down"):
-        quantize(files, whole, "w4a16", 16, already)
+        quantize(files, assembly, "w4a16", 16, already)
 
 
 def test_export_takes_bits_and_groups_from_the_checkpoint(shared, tmp_path):
@@ -324,17 +327,17 @@ def test_a_quantization_config_of_another_layout_is_refused(tmp_path, layout, ch
     else:
         change(settings)
     write_settings(folder, settings)
-    found = error_of(resolve, str(folder), folder, tmp_path / "checkpoint.json")
-    assert found.startswith(str(folder / "config.json")) and line in found
+    message = error_of(resolve, str(folder), folder, tmp_path / "checkpoint.json")
+    assert message.startswith(str(folder / "config.json")) and line in message
     assert not (tmp_path / "checkpoint.json").exists()
 
 
 def test_activations_and_caches_that_are_to_be_quantised_are_told_and_left(shared):
     """Weights stay what they are: int8 W8A8 is read as w8a16."""
     plain = INT8.config()
-    asked = copy.deepcopy(plain) | {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}
-    _group(input_activations={"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True})(asked)
-    actual, expected = (packing_of({"quantization_config": settings}) for settings in (asked, plain))
+    changed = copy.deepcopy(plain) | {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    _group(input_activations={"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True})(changed)
+    actual, expected = (packing_of({"quantization_config": settings}) for settings in (changed, plain))
     assert actual == expected and not expected.described()
     assert actual.described() == "activations and KV caches, which config.json asks for, are not quantised"
 
@@ -389,8 +392,8 @@ def _zero_point(tensors: dict[str, np.ndarray]) -> None:
 def test_parts_that_do_not_fit_are_refused_by_headers(shared, tmp_path, layout, edit, line):
     folder = changed(shared, tmp_path, layout, edit)
     for stage in (resolve, resolve_architecture):
-        found = error_of(stage, str(folder), folder, tmp_path / "checkpoint.json")
-        assert found.startswith(str(folder / "model.safetensors")) and line in found
+        message = error_of(stage, str(folder), folder, tmp_path / "checkpoint.json")
+        assert message.startswith(str(folder / "model.safetensors")) and line in message
     assert not (tmp_path / "checkpoint.json").exists()
 
 
@@ -428,11 +431,11 @@ def _other_order(array: np.ndarray) -> np.ndarray:
 def test_values_that_cannot_be_are_refused_when_they_are_read(shared, tmp_path, layout, edit, line):
     folder = changed(shared, tmp_path, layout, edit)
     resolve(str(folder), folder, tmp_path / "checkpoint.json")
-    found = error_of(convert, tmp_path / "checkpoint.json", "fp32", tmp_path / "weights.json")
-    assert found.startswith(str(folder / "model.safetensors")) and line in found
+    message = error_of(convert, tmp_path / "checkpoint.json", "fp32", tmp_path / "weights.json")
+    assert message.startswith(str(folder / "model.safetensors")) and line in message
     with pytest.raises(InputError) as caught:
         converted(shared, layout, tmp_path / "results", folder)
-    assert str(caught.value) == found
+    assert str(caught.value) == message
     assert not list(tmp_path.rglob("weights.*"))
 
 

@@ -112,32 +112,32 @@ def test_two_ranks_say_what_the_dequantised_weights_say(results: tuple[Results, 
 
 @pytest.mark.exports
 def test_scales_of_another_rank_fail_validation(results: tuple[Results, str], tmp_path: Path) -> None:
-    found, precision = results
-    path = found.assembly("model", precision).with_name("wrong.json")
-    value = read_json(found.assembly("model", precision))
+    files, precision = results
+    path = files.assembly("model", precision).with_name("wrong.json")
+    value = read_json(files.assembly("model", precision))
     weights = value["tensor_parallel"]["classes"]["middle"]["weights"]
     scales = next(name for name in sorted(weights) if name.endswith("mlp.down_proj.weight.scales") or "4h_to_h" in name)
     weights[scales_name(scales.rpartition(".")[0])]["ranges"].reverse()
     write_json(path, value)
     with pytest.raises(CheckError, match="hidden: expected an error"):
-        validated(found, precision, "all", tmp_path, path)
+        validated(files, precision, "all", tmp_path, path)
 
 
 def test_ranks_read_the_file_that_one_rank_reads(results: tuple[Results, str]) -> None:
     """The weights are those of the model on one rank, and a rank's part of them is the part in full precision."""
-    found, precision = results
-    assembly = Assembly.load(found.assembly("model", precision))
+    rank_files, precision = results
+    assembly = Assembly.load(rank_files.assembly("model", precision))
     files, full = whole_precision("llama" if precision == "w4a16" else "gpt_neox")
-    weights = Weights.open(found.weights("model", precision))
-    one = quantize(files, replace(full, tensor_parallel=None), precision, GROUP)[1]
-    assert one.quantization == assembly.quantization  # all that `convert` reads of an assembly
+    weights = Weights.open(rank_files.weights("model", precision))
+    single_rank = quantize(files, replace(full, tensor_parallel=None), precision, GROUP)[1]
+    assert single_rank.quantization == assembly.quantization  # all that `convert` reads of an assembly
     exact = dict(weights.dequantized())
     assert assembly.tensor_parallel is not None and full.tensor_parallel is not None
-    seen = 0
+    num_slots = 0
     for layer, plain in zip(assembly.layers, full.layers, strict=True):
         for part, old in ((layer.block, plain.block), (layer.exit, plain.exit)):
             sharded = assembly.tensor_parallel.classes[part.graph]
-            whole = full.tensor_parallel.classes[old.graph]
+            split_class = full.tensor_parallel.classes[old.graph]
             sizes = {slot.name: slot.sizes for slot in assembly.classes[part.graph].signature.slots}
             for slot in {name.removesuffix(".data") for name in part.slots if name.endswith(".data")}:
                 take = lambda name, rank: sharded.take_weight(
@@ -145,11 +145,11 @@ def test_ranks_read_the_file_that_one_rank_reads(results: tuple[Results, str]) -
                 )
                 (tensor,) = old.slots[slot]
                 for rank in range(2):
-                    own = dequantize(take(data_name(slot), rank), take(scales_name(slot), rank), GROUP)
-                    assert np.array_equal(own, whole.take_weight(slot, exact[tensor], rank))
-                    assert own.size < exact[tensor].size
-                    seen += 1
-    assert seen >= 2 * 3 * 4
+                    dequantized = dequantize(take(data_name(slot), rank), take(scales_name(slot), rank), GROUP)
+                    assert np.array_equal(dequantized, split_class.take_weight(slot, exact[tensor], rank))
+                    assert dequantized.size < exact[tensor].size
+                    num_slots += 1
+    assert num_slots >= 2 * 3 * 4
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "llama", "phi3", "cohere"])
@@ -169,8 +169,8 @@ def test_integers_and_scales_are_split_where_the_weight_is(family: str) -> None:
                 continue
             assert new[data_name(slot)] == new[scales_name(slot)]
             unit = GROUP if shard.axis else 1
-            for rank, held in enumerate(numbers_of(new[data_name(slot)])):
-                assert [number * unit + item for number in held for item in range(unit)] == numbers[rank]
+            for rank, rank_numbers in enumerate(numbers_of(new[data_name(slot)])):
+                assert [number * unit + item for number in rank_numbers for item in range(unit)] == numbers[rank]
             axes.add(shard.axis)
     assert axes == {0, 1}
 
@@ -188,10 +188,10 @@ def test_a_share_of_a_rank_that_is_no_whole_groups_is_refused() -> None:
 
 
 def test_engines_of_ranks_hold_no_weights(results: tuple[Results, str]) -> None:
-    found, precision = results
-    engines = found.engines("model", precision, "onnxruntime")
+    files, precision = results
+    engines = files.engines("model", precision, "onnxruntime")
     entries: Mapping[str, Any] = read_json(engines)["engines"]
     assert all((engines.parent / entry["file"]).stat().st_size < 30_000 for entry in entries.values())
     again = engines.with_name("again") / "engines.json"
-    build(found.assembly("model", precision), "onnxruntime", again)
+    build(files.assembly("model", precision), "onnxruntime", again)
     assert read_json(again) == read_json(engines)

@@ -53,13 +53,13 @@ def test_the_file_is_the_one_that_the_library_writes_of_the_casts(tmp_path, dtyp
     values = tensors(dtype)
     values.update({"flags": np.array([True, False, True]), "positions": np.arange(5)})
     out = converted(write(tmp_path / "checkpoint", values, shards), precision)
-    wanted = {
+    expected = {
         name: value if name in ("flags", "positions") else value.astype(NUMPY[DTYPES[precision]])
         for name, value in values.items()
     }
     weights = Weights.open(out)
-    assert weights.names() == sorted(wanted)
-    for name, value in wanted.items():
+    assert weights.names() == sorted(expected)
+    for name, value in expected.items():
         assert (weights[name].dtype, weights[name].shape, bits(weights[name])) == (
             value.dtype,
             value.shape,
@@ -71,7 +71,7 @@ def test_the_file_is_the_one_that_the_library_writes_of_the_casts(tmp_path, dtyp
     if DTYPES[precision] == dtype:
         assert not file.exists()
         return
-    save_file(wanted, tmp_path / "library.safetensors", {"format": "pt"})
+    save_file(expected, tmp_path / "library.safetensors", {"format": "pt"})
     assert file.read_bytes() == (tmp_path / "library.safetensors").read_bytes()
     assert manifest["files"] == [
         {"path": "weights.safetensors", "size": file.stat().st_size, "sha256": sha256_file(file)}
@@ -109,12 +109,12 @@ def test_every_number_is_rounded_as_torch_rounds_it(tmp_path, dtype, precision):
     numbers = numbers[np.abs(numbers.astype(np.float64)) <= limit]
     folder = write(tmp_path / "checkpoint", {"numbers": numbers})
     actual = load_file(converted(folder, precision).with_name("weights.safetensors"))["numbers"]
-    wanted = load_file(folder / "model.safetensors")["numbers"].to(
+    expected = load_file(folder / "model.safetensors")["numbers"].to(
         {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[precision]
     )
-    assert actual.dtype == wanted.dtype
+    assert actual.dtype == expected.dtype
     # -0.0 too
-    assert bits(actual.contiguous().view(torch.uint8).numpy()) == bits(wanted.contiguous().view(torch.uint8).numpy())
+    assert bits(actual.contiguous().view(torch.uint8).numpy()) == bits(expected.contiguous().view(torch.uint8).numpy())
 
 
 def test_a_tensor_of_several_pieces_is_whole(tmp_path):
@@ -265,8 +265,8 @@ def test_types_that_are_not_supported_yet_are_named(tmp_path, dtype):
 
 def test_an_unknown_precision(tmp_path):
     folder = write(tmp_path / "checkpoint")
-    known = "fp32, fp16, bf16, w8a16, w4a16, w8a8, w4a8, w8a8-fp8"
-    assert refused(folder, "int4") == f"expected a precision of {known}, found 'int4'; correct it in the config"
+    precisions = "fp32, fp16, bf16, w8a16, w4a16, w8a8, w4a8, w8a8-fp8"
+    assert refused(folder, "int4") == f"expected a precision of {precisions}, found 'int4'; correct it in the config"
 
 
 def test_a_checkpoint_that_changed_since_it_was_resolved(tmp_path):

@@ -83,8 +83,8 @@ def test_the_biases_of_a_router_stay_float32_in_16_bits(shared: Shared, tmp_path
     left_out = f"served {MODEL}/{precision}/all/{backend}"
     assert not failed(config, tmp_path, {backend: [precision]}, left_out=left_out)
     weights = Weights.open(Results(tmp_path / "results").weights(MODEL, precision))
-    kept = [name for name in weights.names() if weights.info(name).dtype == "F32"]
-    assert kept and all(name.endswith("e_score_correction_bias") for name in kept)
+    router_biases = [name for name in weights.names() if weights.info(name).dtype == "F32"]
+    assert router_biases and all(name.endswith("e_score_correction_bias") for name in router_biases)
 
 
 @pytest.mark.long
