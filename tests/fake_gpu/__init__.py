@@ -47,6 +47,9 @@ __all__ = ["Fault", "Gpu", "installed"]
 
 CAPABILITY = "8.9"  # as TensorRT-RTX asks the driver; what only TensorRT reads says 9.8
 
+# Speed is not imitated: algorithms of cuBLAS are timed with a few sizes, on one weight. Each is a product in NumPy.
+TRIALS = {"MANY": (32, 64, 128, 256, 384), "_COPIES": 1}
+
 # What a `Library` keeps of the module that it has loaded.
 OWN = ("api", "_logger", "_runtime", "_caches")
 
@@ -78,6 +81,7 @@ def installed(version: str = "10.6.0", name: str = "tensorrt") -> Iterator[Gpu]:
         stack.enter_context(mock.patch.object(driver, "ask_driver", lambda: CAPABILITY))
         stack.enter_context(mock.patch.object(libraries, "open_library", lambda name: fake_cublas))
         _reload_in_polygraphy()
+        vars(importlib.import_module("lockstep_gpu.kernels.gemm")).update(TRIALS)
         try:
             yield gpu
         finally:
