@@ -56,7 +56,7 @@ OPTIONS = (
     options.path("--vllm", "A record of vLLM on the same machine, to compare with.", metavar="FILE", exists=True),
     options.Option("--layers", "The first layers of the shape alone.", None, int, minimum=1),
     options.Option(
-        "--part", "What is measured; may be given several times.", PARTS, name="parts", many=True, choices=PARTS
+        "--part", "The measurements; may be given several times.", PARTS, name="parts", many=True, choices=PARTS
     ),
     options.number("--tensor-parallel", 1, "Ranks, one on each GPU; also times sums over them.", maximum=16),
     options.Option("--alike", "All layers take the first one's weights, which lie on disk once.", False, bool),
@@ -399,7 +399,7 @@ def requests(model: Model, sampling: Sampling = Sampling()) -> dict[str, Any]:
 
 
 def of_vllm(full: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is kept of a record of vLLM: its version, and the same numbers."""
+    """Return the version and the numbers of a record of vLLM."""
     return {
         "version": full["versions"]["vllm"],
         "decode": {str(row["batch"]): round(row["tokens_per_s"], 1) for row in full.get("decode", ())},
@@ -497,8 +497,8 @@ def _sampled_lines(record: Mapping[str, Any]) -> list[str]:
     """None for a record that was made before the device sampled."""
     lines = []
     terms = f"temperature {SAMPLED.temperature}, top-p {SAMPLED.top_p}"
-    more = f"{terms}, repetition penalty {PROCESSED.repetition_penalty}, {PROCESSED.logprobs} log-probabilities"
-    for name, what in (("sampled", terms), ("processed", more)):
+    processing = f"{terms}, repetition penalty {PROCESSED.repetition_penalty}, {PROCESSED.logprobs} log-probabilities"
+    for name, what in (("sampled", terms), ("processed", processing)):
         if name in record:
             rows = [
                 [batch, row["greedy_milliseconds"]["median"], row["milliseconds"]["median"], row["of_greedy"]]

@@ -1,4 +1,4 @@
-"""The README's picture, speed beside vLLM's, as SVG: `python -m benchmarks.chart` draws it again.
+"""The README's picture, speed compared with vLLM's, as SVG: `python -m benchmarks.chart` draws it.
 
 In: records of `batches` on one card, which hold vLLM's figures beside Lockstep's. Out: an SVG file with its colours for
 light and dark pages, which needs no script and no font.
@@ -15,7 +15,7 @@ from benchmarks.measure import read_json
 RECORDS = Path(__file__).resolve().parents[1] / "records" / "gpu"
 PAGE = RECORDS / "llama-3.1-8b.svg"
 _WIDTH = 720
-_LEFT = 190  # of bars: names stand before
+_LEFT = 190  # where bars begin, after their names
 _UNIT = 400  # points of a bar as fast as vLLM
 _BAR = 13
 _ROW = 36
@@ -29,7 +29,7 @@ text { font: 13px system-ui, sans-serif; fill: #1d232b; } .quiet { fill: #5b6573
 
 
 def speeds(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return by what was measured how many times as fast as vLLM it is: above 1, Lockstep is faster."""
+    """Return {measurement: speed divided by vLLM's}."""
     peer = record["vllm"]
     times = {}
     for rows in sorted(map(int, peer["decode"])):

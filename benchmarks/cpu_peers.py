@@ -130,7 +130,10 @@ def run(
 
 
 def _times(runs: Mapping[str, Sequence[_Process]], what: str) -> dict[str, list[float]]:
-    return {name: [process.seconds[what] for process in processes] for name, processes in runs.items()}
+    seconds = {}
+    for name, processes in runs.items():
+        seconds[name] = [process.seconds[what] for process in processes]
+    return seconds
 
 
 def _spreads(times: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
@@ -166,7 +169,7 @@ def _relative_to_peers(times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
 class _Process:
     """A contestant, with its model made and opened. Raises CheckError, naming its log, where it cannot.
 
-    seconds, peaks: by what was measured, time and the most resident bytes.
+    seconds, peaks: time and peak resident bytes, by measurement.
     """
 
     def __init__(self, name: str, work: Path, folder: Path, batch: int, capacity: int, threads: int):

@@ -78,10 +78,7 @@ def prepare(
     backend: str = _BACKEND,
     head_bits: int | None = None,
 ) -> dict[str, Path]:
-    """Take the checkpoint through resolve, export, convert and build below `work`.
-
-    Returns the paths of what they made.
-    """
+    """Resolve, export, convert and build the checkpoint below `work`; return the paths of the results."""
     results = Results(work)
     name = folder.name
     checkpoint = results.checkpoint(name)

@@ -150,7 +150,7 @@ def run(
 
 
 def built(assembly_json: Path, engines: Path, backend: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Build in a new process, with nothing of an earlier build; return what it took, and what came of it."""
+    """Build in a new process and an empty folder; return seconds, bytes and number of engines."""
     shutil.rmtree(engines.parent, ignore_errors=True)
     seconds = build_seconds(assembly_json, engines, backend, options)
     files = [engines.with_name(entry["file"]) for entry in read_json(engines)["engines"].values()]
@@ -220,7 +220,7 @@ def ready(engines: Path, assembly: Path, weights: Path, layers: int | str = "all
 
 def ready_at(engines: str, assembly: str, weights: str) -> float:
     """When all of it is on the device: seconds since 1970."""
-    model = ready(Path(engines), Path(assembly), Path(weights))  # noqa: F841  it holds what is there
+    model = ready(Path(engines), Path(assembly), Path(weights))  # noqa: F841  keeps the memory allocated
     return time.time()
 
 

@@ -13,7 +13,7 @@ _SPACE = "\x00"  # a space at which no line may end
 
 
 def paragraph(text: str) -> str:
-    """Return one paragraph, wrapped; inline code stays in one line where it is short."""
+    """Return one paragraph, wrapped; short inline code is not broken."""
     return _wrapped(text, "")
 
 

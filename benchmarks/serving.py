@@ -109,7 +109,7 @@ def run(place: Place, streams: Sequence[int], rates: Sequence[str], requests: in
         note: Callable[..., None] = lambda **parts: None) -> dict[str, Any]:  # fmt: skip
     """Measure everything.
 
-    other_servers: address by name, of running servers that get the same requests. in_turn: take rounds of the bare
+    other_servers: {name: address} of running servers that get the same requests. in_turn: take rounds of the bare
     engine between those of the server, not after all of them: the two would share a GPU's memory. note: gets the
     figures after each part.
     """

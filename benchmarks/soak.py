@@ -128,10 +128,9 @@ class Server:
         return Sample(rss, descriptors, self.status()["pages"]["used"]) if len(rss) == len(PROCESSES) else None
 
     def wait_idle(self, descriptors: dict[str, int] | None = None) -> Sample:
-        """Wait until nothing runs or waits and no page is used.
+        """Wait, up to `IDLE` seconds, until no request runs or waits and no page is used; return a sample.
 
-        And until no more than `descriptors` are open, where they are given. Returns what it holds then, or holds still
-        after `IDLE` seconds.
+        descriptors: also wait until no more are open.
         """
         end = time.monotonic() + IDLE
         while True:
@@ -163,7 +162,7 @@ def main(write: Path | None, **settings: Any) -> None:
 
 
 def run(target: str, results: Path, minutes: float, seed: int, kills: bool, kv_bytes: str) -> dict[str, Any]:
-    """Soak a target's server, and return the record. `faults` in it says what is not as it must be."""
+    """Soak a target's server, and return the record; its `faults` are the failed expectations."""
     soak = Soak()
     with Server(target, results, kv_bytes) as server:
         model = server.status()["model"]

@@ -86,7 +86,7 @@ def send(port: int, sent: Sent) -> Outcome:
 
 
 def _ask(port: int, sent: Sent) -> str:
-    """Return what is wrong with the answer; empty where nothing is."""
+    """Return the fault of the answer; "" for none."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_TIMEOUT)
     with contextlib.closing(connection):
         connection.request("POST", sent.path, json.dumps(sent.body), {"Connection": "close"})
@@ -148,7 +148,7 @@ def _greedy(draw: _Draw) -> _Made:
 
 
 def _grammar(draw: _Draw) -> _Made:
-    number = int(draw.integers(1000))  # another grammar nearly each time: what is kept of them must have a limit
+    number = int(draw.integers(1000))  # mostly new grammars, so that an unlimited cache of them would show
     forms: tuple[dict[str, Any], ...] = (
         {"guided_choice": [f"yes {number}", "no"]},
         {"guided_regex": f"[a-z]{{1,9}} {number}"},

@@ -52,7 +52,7 @@ Trust opens it to visitors on Sundays from May to September, and the keeper's ho
 _CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n{}"
 _WRONG = _CODE.replace("rows.append", "rows.apend")
 _STORY = "Write a short story about a fox who learns to swim."
-# What is asked, how the answer begins, and its temperature.
+# The question, the beginning of the answer, and its temperature.
 TASKS = {
     "edit": (f"Correct the typing error in this code, and repeat the whole code:\n\n{_WRONG}", "```python\ndef", 0.0),
     "summary": (f"Summarize this text in three sentences, with its own words:\n\n{_TEXT}", "", 0.0),

@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # they load CUDA's libraries
     from lockstep_gpu.ranks.group import RankGroup
     from lockstep_gpu.ranks.rank import StepCalls
 
-ROUNDS = 20  # of what is timed
+ROUNDS = 20  # of each timing
 
 
 def breakdown(executor: GpuExecutor, batch: int) -> dict[str, float]:
@@ -51,10 +51,9 @@ def breakdown(executor: GpuExecutor, batch: int) -> dict[str, float]:
 
 
 def breakdown_prefill(executor: GpuExecutor) -> dict[str, float]:
-    """Return the microseconds of the prompt of the last step, by their part.
+    """Return {part: microseconds} of the prompt of the last step, whose slot is reset: repeated calls spoil its cache.
 
-    Its slot is reset: what is repeated spoils its cache. Raises InputError where that step did not bring one
-    prompt.
+    Raises InputError if that step had not exactly one prompt.
     """
     if executor._last_prompt is None:
         raise InputError("breakdown: expected a step with one prompt just before, found none")
@@ -70,7 +69,7 @@ def breakdown_prefill(executor: GpuExecutor) -> dict[str, float]:
 
 
 def microseconds_by_name(group: RankGroup, steps: Sequence[StepCalls]) -> dict[str, float]:
-    """Return the microseconds of each rank's calls by name, all ranks at once."""
+    """Return {call: microseconds} of each rank; ranks run at the same time."""
     return {name: round(microseconds(group, _alone(group, steps, name)), 1) for name in dict(steps[0].calls)}
 
 

@@ -186,7 +186,7 @@ def try_config(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         activations = dataclasses.asdict(lifelike.write(config, 0, source))
     except InputError as error:
         return {"result": REFUSED, "reason": _short(error, folder)}
-    except Exception as error:  # what is no refusal is a fault of ours, and the table says so
+    except Exception as error:  # any other exception is our fault, and shown in the table
         return {"result": BROKEN, "reason": f"export: {_one_line(error)}"}
     try:
         error, reference_error = _logit_errors(config, source, results)
