@@ -66,18 +66,18 @@ class _Serve(GroupedCommand):
 @click.option(
     "--port", type=click.IntRange(0, 65535), help="0: any that is free.  [default: 8000; with --unix no port at all]"
 )
-@click.option("--unix", type=PATH, help="Serve HTTP at this Unix socket, for this user's processes only.")
+@click.option("--unix", type=PATH, help="Serve HTTP at this Unix socket, for processes of this user only.")
 @click.option(
     "--triton-repository",
     type=PATH,
     help="A repository that `lockstep triton` wrote: its options are used instead of those here.",
 )
-@click.option("--until-stdin-ends", is_flag=True, help="End, as by SIGTERM, when whoever holds its stdin is gone.")
+@click.option("--until-stdin-ends", is_flag=True, help="Shut down, as by SIGTERM, when stdin is closed.")
 @click.option("--grpc-port", type=click.IntRange(0, 65535), help="Serve Triton's gRPC too; 0: any.  [default: none]")
 @click.option(
     "--fold-token-ids",
     is_flag=True,
-    help="Triton's API: take ids beyond the vocabulary modulo its size, for benchmarks that send random ones.",
+    help="Triton's API: take token ids modulo the vocabulary's size, for benchmarks that send random ones.",
 )
 @click.option(
     "--allow-adapter-loading",
@@ -86,7 +86,7 @@ class _Serve(GroupedCommand):
     help="Let requests name folders in it as adapters, which are checked and loaded on first use.  [default: none]",
 )
 @click.option("--served-model-name", metavar="NAME", help="The model's name in requests.  [default: as in TARGET]")
-@click.option("--api-key-file", type=PATH, help="API keys, one a line; requests must bring one.")
+@click.option("--api-key-file", type=PATH, help="API keys, one per line; requests need one.")
 @click.option(
     "--max-model-len",
     type=click.IntRange(min=2),
@@ -137,15 +137,20 @@ class _Serve(GroupedCommand):
 @click.option(
     "--max-queue-tokens", type=AT_LEAST_1, default=ServiceLimits.max_queue_tokens, help="Tokens of their prompts."
 )
-@click.option("--queue-timeout", type=_POSITIVE, default=ServiceLimits.queue_timeout, help="Seconds that one may wait.")
 @click.option(
-    "--slow-reader", type=_POSITIVE, default=ServiceLimits.slow_reader, help="Seconds that a client may not read."
+    "--queue-timeout",
+    type=_POSITIVE,
+    default=ServiceLimits.queue_timeout,
+    help="Seconds in the queue, after which a request gets 503.",
 )
 @click.option(
-    "--grammar-timeout",
+    "--slow-reader",
     type=_POSITIVE,
-    default=EngineOptions.grammar_seconds,
-    help="Seconds that a grammar may take to compile.",
+    default=ServiceLimits.slow_reader,
+    help="Seconds after which a client that does not read its answer is disconnected.",
+)
+@click.option(
+    "--grammar-timeout", type=_POSITIVE, default=EngineOptions.grammar_seconds, help="Seconds for compiling a grammar."
 )
 @click.option(
     "--tool-call-parser",
@@ -158,24 +163,24 @@ class _Serve(GroupedCommand):
     help="How the model marks its reasoning; none: it stays in the content.  [default: as its chat template tells]",
 )
 @click.option("--max-body", type=_Bytes(), default="4M", help="Largest body of a request.")
-@click.option("--body-timeout", type=_POSITIVE, default=30.0, help="Seconds that one may take.")
+@click.option("--body-timeout", type=_POSITIVE, default=30.0, help="Seconds for receiving a body.")
 @click.option("--drain", type=_SECONDS, default=30.0, help="Seconds for running requests to finish after SIGTERM.")
 @click.option(
     "--stall",
     type=_POSITIVE,
     default=ServiceLimits.stall,
-    help="Seconds without a sign of life after which the engine is restarted.",
+    help="Seconds after which an engine that does not respond is restarted.",
 )
 @click.option(
     "--metrics-prefix",
     default="lockstep",
-    help="Of the series at /metrics; vllm: for dashboards that ask for its names.",
+    help="Prefix of the series at /metrics; vllm: for dashboards that use vLLM's names.",
 )
 @click.option(
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error"]),
     default="info",
-    help="Of the lines on stderr; debug: those of each request in the engine, by its id.",
+    help="Level of the lines on stderr; debug: also lines of each request in the engine, by its id.",
 )
 @click.option("--request-log", type=PATH, help="A JSON line for each request; -: stderr.")
 @click.option(
