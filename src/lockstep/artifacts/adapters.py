@@ -144,7 +144,7 @@ class Adapter:
         """Return the hex sha256 of all that decides what the adapter computes."""
         tensors = next(file.sha256 for file in self.files if file.path == WEIGHTS)
         content: dict[str, Any] = {"tensors": tensors, "scale": self.scale}
-        # Only where there are some: the digests of other adapters stand in locks.
+        # Only if there are some: locks have the digests of adapters without them.
         if self.scales:
             content["scales"] = dict(self.scales)
         return sha256_json(content)

@@ -95,7 +95,7 @@ def _check_adapters(assembly: Assembly, adapters: LoraSlots) -> None:
             where = f"adapters.classes.{name}.{slot}"
             shape = list(_named(weights, slot, where).shape)
             sizes = [entry.out_features, entry.in_features]
-            # Integers lie in groups [out_features, num_groups, bytes]: count their numbers, not their bytes.
+            # Integers are packed [out_features, num_groups, bytes]: count the numbers, not the bytes.
             if assembly.quantization is not None and is_data(slot) and len(shape) == 3:
                 rows, groups, _ = (int(size) for size in shape)
                 shape = [rows, groups * assembly.quantization.group_size]

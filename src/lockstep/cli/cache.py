@@ -70,8 +70,8 @@ def prune(
     if as_json:
         return echo_json({"dropped": asdict(dropped), "left": _contents(scan(opened))})
     click.echo(f"dropped: {dropped.entries} entries, {dropped.files} files of {bytes_text(dropped.size)}")
-    left = scan(opened)
-    click.echo(f"left: {len(left.entries)} entries, {len(left.blobs)} files of {bytes_text(left.size)}")
+    remaining = scan(opened)
+    click.echo(f"left: {len(remaining.entries)} entries, {len(remaining.blobs)} files of {bytes_text(remaining.size)}")
 
 
 def _contents(contents: Contents) -> dict[str, Any]:

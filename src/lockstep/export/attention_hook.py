@@ -168,7 +168,7 @@ def window_of(mask_function: Callable, local_size: int | None = None, chunk: int
     """
     if local_size is not None and local_size == chunk:
         return 0
-    # The mask is a function; rows far beyond any window show what it does. All must see the same number of keys.
+    # The mask is a function: probe it at rows far beyond any window, all of which must see the same number of keys.
     first = (local_size or 0) + _PROBED
     widths = set()
     for position in (first, first + 1, first + 37):

@@ -77,7 +77,7 @@ def _is_stacked(node: ir.Node) -> bool:
 
 
 def _upwards(value: ir.Value, *op_types: str) -> Iterator[ir.Node]:
-    """Yield the nodes of these operators that a value is made by, one behind the other, the last one first."""
+    """Yield the chain of nodes of these operators that computes a value, the last one first."""
     while (node := maker(value, *op_types)) is not None:
         yield node
         value = required(node.inputs[0])

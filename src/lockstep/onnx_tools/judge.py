@@ -182,7 +182,7 @@ def share(error: TensorError | ComparedEngine) -> float:
 
 
 def wrong(name: str, error: TensorError, of: str = "") -> str | None:
-    """Say what is wrong with an output; None where its error passes. of: what errors are relative to, for the line."""
+    """Return the fault of an output; None if its error passes. of: what errors are relative to, for the message."""
     if error.max_abs_error is None:
         return f"{name}: expected finite numbers, found NaN or infinity"
     largest = _or_infinite(error.relative_error)

@@ -55,7 +55,7 @@ class Advance:
         return len(self.tokens) if self.verifies else 1
 
 
-# Stands for the token that the previous step chooses for the slot: the host may not have it yet.
+# A placeholder for the token that the previous step chooses for the slot: the host may not have it yet.
 PREVIOUS_TOKEN = np.array([-1], np.int64)
 
 

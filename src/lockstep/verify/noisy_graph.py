@@ -68,7 +68,7 @@ class NoisyGraph:
 
 
 def beside_graph(tolerances: Tolerances, noise: Spread, enough: int = ENOUGH) -> Bound:
-    """Return the bound of an engine's output whose rows have this noise. Of few rows the rms is not bounded."""
+    """Return the bound of an engine's output with this noise; below `enough` rows their rms is not bounded."""
     bound = within(tolerances, noise, tolerances.engine)
     if len(noise.rms) < enough:
         return Bound(bound.largest, noise=bound.noise)

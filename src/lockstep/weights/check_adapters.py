@@ -97,7 +97,8 @@ def resolve_adapters(
         commit = ""
         if folder.name == FOLDER:
             fetched = load_if_same_source(folder.with_name("source.json"), sources[name])
-            commit = fetched.commit or "" if fetched else ""
+            if fetched is not None:
+                commit = fetched.commit or ""
         adapters[name] = replace(checked, source=sources[name], folder=recorded, commit=commit)
     AdaptersManifest(adapters).save(out)
     return out
@@ -240,7 +241,7 @@ def _read_config(folder: Path, where: str) -> dict[str, Any]:
         )
     for key in sorted(set(config) - _HARMLESS - {"bias", "lora_bias", "init_lora_weights"}):
         if config[key]:
-            why = _REASONS.get(key, "a setting that changes what is computed, or that is not known here")
+            why = _REASONS.get(key, "a setting that changes the computation, or that is not known here")
             refuse(f"a LoRA without {key} ({why})", shorten(config[key]), _RETRAIN)
     return config
 

@@ -109,7 +109,7 @@ def _quantized_tensors(
     source: Source, precision: str, assembly: Assembly | None, assembly_json: Path | None
 ) -> QuantizedTensors:
     if assembly is None or assembly_json is None:
-        raise InputError(f"precision {precision}: expected an assembly, which says what is quantised, found none")
+        raise InputError(f"precision {precision}: expected an assembly, which names the quantised weights, found none")
     quantization = assembly.quantization
     assert quantization is not None  # in this precision
     names = {name: name_in_checkpoint(name, source.tensors) for name in quantization.bits}

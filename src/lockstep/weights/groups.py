@@ -33,9 +33,11 @@ def integers_of(groups: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray
 def pack(integers: np.ndarray, bits: int) -> np.ndarray:
     """Pack integers uint8 [..., group_size] into the stored form, uint8 [..., group_size * bits / 8].
 
-    Two share a byte where they have 4 bits, the first in the low half.
+    Two integers of 4 bits share a byte, the first in the low half.
     """
-    return integers if bits == 8 else integers[..., 0::2] | integers[..., 1::2] << 4
+    if bits == 8:
+        return integers
+    return integers[..., 0::2] | integers[..., 1::2] << 4
 
 
 def unpack(data: np.ndarray, group_size: int) -> np.ndarray:

@@ -34,7 +34,7 @@ from lockstep.weights.mxfp4 import mxfp4_numbers
 
 
 class Tensors(Protocol):
-    """Weights by name: a checkpoint's tensors, or a rank's slots, whose arrays may have gaps (strides)."""
+    """Weights: a checkpoint's tensors by their names, or a rank's slots, whose arrays may have gaps (strides)."""
 
     @property
     def checkpoint(self) -> object:

@@ -43,8 +43,9 @@ def _check_slot(weights: Weights, spec: IO, names: Sequence[str], where: str) ->
         if dtype != spec.dtype:
             remedy = "convert the checkpoint to the precision of the graphs"
             _refuse(weights, [name], where, spec.dtype, f"{dtype} {list(info.shape)}", remedy)
-        # Parts share the last axes with the whole: rows of q, k and v; or the matrices of a stack of experts.
-        part = expected if len(names) == 1 else ["any", *expected[len(expected) - len(info.shape) + 1 :]]
+        part = expected
+        if len(names) > 1:  # parts have the last axes of the whole: rows of q, k and v, or the matrices of experts
+            part = ["any", *expected[len(expected) - len(info.shape) + 1 :]]
         if not _fits(info.shape, part):
             remedy = "the tensor does not belong to this config.json"
             _refuse(weights, [name], where, f"shape {part}", f"shape {list(info.shape)}", remedy)
@@ -118,11 +119,10 @@ def slot_array(weights: Tensors | Mapping[str, np.ndarray], names: Sequence[str]
 
 def _refuse(weights: Weights, names: Sequence[str], where: str, expected: str, actual: str, remedy: str) -> NoReturn:
     path = weights.location(names[0])[0]
-    owner = f" of {where}" if where else ""
-    raise InputError(
-        f"{path}: tensor {truncate_list(list(map(repr, names)), ' + ')}{owner}: "
-        f"expected {expected}, found {actual}; {remedy}"
-    )
+    tensors = truncate_list(list(map(repr, names)), " + ")
+    if where:
+        tensors += f" of {where}"
+    raise InputError(f"{path}: tensor {tensors}: expected {expected}, found {actual}; {remedy}")
 
 
 def _at(where: str) -> str:

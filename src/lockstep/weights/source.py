@@ -184,7 +184,9 @@ class Source:
         for piece in self.pieces(name, buffer):
             count = count_non_finite(dtype, piece)
             if count:
-                first = total.first if total.first >= 0 else position + count.first
+                first = total.first
+                if first < 0:
+                    first = position + count.first
                 total = NonFinite(first, total.nans + count.nans, total.infinities + count.infinities)
             position += piece.size * 8 // DTYPE_BITS[dtype]
         raise InputError(

@@ -218,8 +218,10 @@ def _quantize_rows(source: Source, entry: Stored, _: int, buffer: np.ndarray) ->
         if count:
             rows = numbers[: count * columns].reshape(count, columns)
             numbers = numbers[count * columns :]
-            scales = e4m3.row_scales(rows)
-            yield _bytes_of(scales if entry.part == "scales" else e4m3.codes_of(rows, scales))
+            part = e4m3.row_scales(rows)
+            if entry.part != "scales":
+                part = e4m3.codes_of(rows, part)
+            yield _bytes_of(part)
 
 
 def _read_codes(source: Source, entry: Stored, _: int, __: np.ndarray) -> Iterator[memoryview]:

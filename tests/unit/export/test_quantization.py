@@ -385,7 +385,7 @@ def test_weights_are_converted_by_the_assembly_of_their_precision_only(shared, t
     out = tmp_path / "weights.json"
     line = error_of(convert, checkpoint, "w4a16", out, results.assembly("model", "w8a16"))
     assert "expected an assembly of w4a16, found w8a16" in line
-    assert "expected an assembly, which says what is quantised" in error_of(convert, checkpoint, "w4a16", out)
+    assert "expected an assembly, which names the quantised weights" in error_of(convert, checkpoint, "w4a16", out)
     assert not out.exists()
 
 

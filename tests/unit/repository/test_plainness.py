@@ -43,12 +43,12 @@ LIMITS = {
 LIMITS_OF_ALL = {
     "tuple assignment": 0.2,
     "condition": 7,
-    "nested condition": 0.6,
-    "heavy comprehension": 0.3,
+    "nested condition": 0.5,
+    "heavy comprehension": 0.2,
     "name": 0.5,
-    "dialect": 1,
+    "dialect": 0.8,
 }
-LIMITS_OF_TESTS = {"tuple assignment": 1, "nested condition": 1.6, "heavy comprehension": 3.5, "name": 16, "dialect": 6}
+LIMITS_OF_TESTS = {"tuple assignment": 1, "nested condition": 1.7, "heavy comprehension": 3.5, "name": 2, "dialect": 6}
 
 
 @pytest.mark.parametrize("package", PLAIN)

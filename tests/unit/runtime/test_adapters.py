@@ -468,7 +468,7 @@ def refused(lora: Results, folder: Path, max_lora_rank: int = 16, targets: Any =
     ({"alpha_pattern": {"q_proj": 0}}, "expected a finite lora_alpha other than 0, found 0"),
     ({"rank_pattern": {"q_proj": 3}}, "expected lora_A [3, in_features]"),
     ({"target_parameters": ["experts"]}, "parameters that are no linear layers (experts) were adapted"),
-    ({"use_new_trick": 1}, "a setting that changes what is computed, or that is not known here"),
+    ({"use_new_trick": 1}, "a setting that changes the computation, or that is not known here"),
     ({"r": 0}, "expected a rank (r) of 1 or more, found 0"),
     ({"r": 5}, "expected lora_A [5, in_features] and lora_B [out_features, 5], found [4, 144] and [240, 4]"),
     ({"lora_alpha": None}, "expected a finite lora_alpha other than 0, found None"),

@@ -189,7 +189,7 @@ def _is_same(model: onnx.ModelProto, fused: onnx.ModelProto) -> bool:
 def _scaled_query(graph: ir.Graph, groups: list[int]) -> tuple[ir.Value, int, float] | None:
     """Return (rotated query, number of query heads of a key, scale); None without such a query.
 
-    It is looked for as Reshape(query * scale, [-1, kv_heads, group, dim]); groups: [-1, kv_heads, dim].
+    Matches Reshape(query * scale, [-1, kv_heads, group, dim]); groups: [-1, kv_heads, dim].
     """
     for node in graph:
         if node.op_type != "Reshape":

@@ -36,7 +36,7 @@ class FuseNorms(Pass):
 def _norms(graph: ir.Graph) -> Iterator[tuple[ir.Value, float, ir.Value, ir.Node]]:
     """Yield (input, epsilon, weight, product with the weight) of each norm along the last axis.
 
-    A norm is weight * (x * 1 / sqrt(mean(x ** 2) + epsilon)); the chain is the reciprocal and what it is computed from.
+    A norm is weight * (x * 1 / sqrt(mean(x ** 2) + epsilon)); the chain is the reciprocal and its inputs.
     """
     for reciprocal in graph:
         if reciprocal.op_type != _CHAIN[0]:

@@ -199,8 +199,8 @@ class Pair:
     ) -> ComparedRun:
         """Judge an engine's outputs of a trial; errors are added to `failures`.
 
-        If only the rms of few rows is too large, other rows follow in calls of the same sizes, until nine of ten pass
-        or there are enough to decide.
+        If only the rms is too large, and of a small number of rows, other rows follow in calls of the same sizes, until
+        nine of ten pass or there are enough to decide.
         """
         case = replace(trial.case, profile=profile)
         rows = Rows(sweep.expected(trial), outputs, sweep.beyond(trial))

@@ -52,7 +52,7 @@ class Bounds:
 
 @dataclass
 class Verdict:
-    """What was seen of answers of the same tokens.
+    """Statistics of answers of the same tokens.
 
     decided: tokens that would be others without what the request is to show. near: tokens that are not the chosen ones,
     but as good. logprob_error: the largest.

@@ -208,7 +208,7 @@ class Cases:
 def _companions(prompt: Prompt, count: int) -> list[int]:
     """Return tokens whose logits differ by about the same in all rows, so that a penalty decides between them.
 
-    A quarter of them are the prompt's, if it has so many.
+    A quarter of them are the prompt's, if it is long enough.
     """
     rows = prompt.logits.astype(np.float32)
     anchor = int(prompt.prompt_ids[-1])
