@@ -8,16 +8,17 @@ import onnx
 import onnx.reference
 import pytest
 from click.testing import CliRunner
-from demo_model import ROOT
+from demo_model import LIMITS, ROOT
 from onnx import helper
 
-from faults import models, moved, page
+from faults import harm, models, moved, page
 from faults import run as faults
 from faults.__main__ import faults as command
 from faults.case import Case, Setting, plant
 from faults.edit import Edit
-from faults.harm import largest_difference
+from faults.harm import SCENARIOS, largest_difference
 from faults.table import FAULTS
+from lockstep import Model
 from lockstep.artifacts.files import read_json
 from lockstep.errors import CheckError
 
@@ -107,6 +108,24 @@ def test_a_fault_of_the_assembly_binds_data_and_scales_of_quantised_weights():
     assembly = {"layers": [{}, {"exit": {"slots": slots}}]}
     FAULTS["layer-down"].change(assembly)
     assert sorted(slots.values()) == [[f"model.layers.0.mlp.down_proj.weight.{part}"] for part in PARTS]
+
+
+RUN = [
+    fault.name
+    for fault in FAULTS.values()
+    if fault.place == "runtime" and {fault.model, "onnxruntime"} <= {"demo", *fault.backends}
+]
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_a_fault_of_the_runtime_is_no_error_of_its_own(demo, name):
+    """It patches what is there, and uses what that has."""
+    files = (demo.engines("demo-llama", "fp32", "onnxruntime"), demo.assembly("demo-llama", "fp32"))
+    sizes = {size: getattr(LIMITS, size) for size in ("max_batch_size", "max_seq_len", "max_num_tokens")}
+    model = Model.open(*files, demo.weights("demo-llama", "fp32"), 2, **sizes)
+    scenario = FAULTS[name].shown_by or SCENARIOS["mixed"]
+    with FAULTS[name].change():
+        assert harm.run(model, {"its own": scenario})["its own"].size
 
 
 def test_the_gate_of_each_row_is_the_one_that_caught_it_in_the_records():
