@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
-from lockstep.artifacts.dtypes import has_8_bit_activations
 from lockstep.targets import is_quantized
 
 T = TypeVar("T")
@@ -130,7 +129,7 @@ class Tolerances:
 
         Those of 8 bits round more.
         """
-        if has_8_bit_activations(self.precision):
+        if self.precision not in ("w8a16", "w4a16"):
             return self
         largest, rms = self.engine
         return replace(self, rounding=BFLOAT16 * self.rounding, engine=(BFLOAT16 * largest, BFLOAT16 * rms))

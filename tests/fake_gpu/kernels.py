@@ -504,11 +504,12 @@ def sort_by_expert(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
 
 
 def expert_products(gpu: Gpu, blocks: int, k: SimpleNamespace, name: str, form: str) -> None:
-    """What expert_products.cu and expert_small_weights.cu say, in float64."""
+    """What expert_products.cu, expert_small_weights.cu and float32_products.cu say of experts, in float64."""
     kind = name.rpartition("_")[0]
     bits = {"small_8": 8, "small_4": 4, "e2m1": 4}.get(kind, 16)
     rows, outputs, columns, stages = map(int, form.split(",")[bits < 16 :][:4])
-    shared = max(stages * (rows * 16 + outputs * bits) * columns // 8, rows * (outputs + 8) * 2)
+    kind_of_rows = NUMBERS[k.KIND]
+    shared = max(stages * (rows * 16 + outputs * bits) * columns // 8, rows * (outputs + 8) * 2) if k.KIND else 0
     if k.out_blocks != -(-k.out_features // outputs) or blocks % k.out_blocks or k.shared != shared:
         raise Fault(f"{name}: {blocks} blocks with {k.shared} bytes for {k.out_features} outputs")
     if k.in_features % (8 if bits == 16 else 32) or k.out_features % 8 or any(at % 16 for at in (k.weight, k.x, k.out)):
@@ -520,10 +521,10 @@ def expert_products(gpu: Gpu, blocks: int, k: SimpleNamespace, name: str, form: 
             continue
         weight = _of_expert(gpu, k, kind, bits, expert)
         for row in gpu.array(k.order + 4 * first, (count,), "i4").tolist():
-            x = gpu.array(k.x + row // k.sharing * k.in_features * 2, (k.in_features,), NUMBERS[k.KIND]).astype(
-                np.float64
-            )
-            gpu.array(k.out + row * k.out_features * 2, (k.out_features,), NUMBERS[k.KIND])[:] = x @ weight
+            size = kind_of_rows.itemsize
+            x = gpu.array(k.x + row // k.sharing * k.in_features * size, (k.in_features,), kind_of_rows)
+            out = gpu.array(k.out + row * k.out_features * size, (k.out_features,), kind_of_rows)
+            out[:] = x.astype(np.float64) @ weight
 
 
 def dense_products(gpu: Gpu, blocks: int, k: SimpleNamespace, name: str, form: str) -> None:
@@ -541,12 +542,22 @@ def dense_products(gpu: Gpu, blocks: int, k: SimpleNamespace, name: str, form: s
     gpu.array(k.out, (k.rows, k.out_features), NUMBERS[2])[:] = x @ _weight(gpu, k, bits).T.astype(np.float64) / 256
 
 
+def float32_products(gpu: Gpu, blocks: int, k: SimpleNamespace, name: str, form: str) -> None:
+    """What float32_products.cu says of all rows and one weight, in float64."""
+    rows, outputs, _ = map(int, form.split(","))
+    if k.out_blocks != -(-k.out_features // outputs) or blocks != k.out_blocks * -(-k.rows // rows):
+        raise Fault(f"{name}: {blocks} blocks for {k.rows} rows of {k.out_features} outputs")
+    x = gpu.array(k.x, (k.rows, k.in_features), NUMBERS[k.KIND]).astype(np.float64)
+    weight = gpu.array(k.weight, (k.out_features, k.in_features), "f4").astype(np.float64)
+    gpu.array(k.out, (k.rows, k.out_features), "f4")[:] = x @ weight.T
+
+
 def _of_expert(gpu: Gpu, k: SimpleNamespace, kind: str, bits: int, expert: int) -> np.ndarray:
     """Return an expert's weight [in_features, out_features]."""
     count = k.out_features * k.in_features
     outs = k.out_features
     ins = k.in_features
-    at = k.weight + expert * count * bits // 8
+    at = k.weight + expert * count * (NUMBERS[k.KIND].itemsize * 8 if bits == 16 else bits) // 8
     if bits == 16:
         weight = gpu.array(at, (count,), NUMBERS[k.KIND]).astype(np.float64)
         return weight.reshape(outs, ins).T if kind == "experts" else weight.reshape(ins, outs)
@@ -687,3 +698,6 @@ for _source in ("expert_products.cu", "expert_small_weights.cu"):
         KERNELS[_name] = functools.partial(expert_products, name=_name, form=_form)
     for _name, _form in re.findall(r"^PRODUCTS\((\w+),(.*)\)", _text, re.M):
         KERNELS[_name] = functools.partial(dense_products, name=_name, form=_form)
+_text = (files("lockstep_gpu.kernels") / "float32_products.cu").read_text()
+for _name, _form in re.findall(r"^PRODUCTS\((\w+), (.*)\)", _text, re.M):
+    KERNELS[_name] = functools.partial(float32_products, name=_name, form=_form)

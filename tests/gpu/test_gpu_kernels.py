@@ -177,7 +177,7 @@ class Rows:
         rows of no length; and how much it may be off. The weights are rounded to the cache's type, and so is what comes
         out. 1e-4: fp16 weights below the smallest normal number, and fp32 sums."""
         spec = self.spec
-        unit = {"float16": 2**-11, "bfloat16": 2**-8}[self.spec.dtype]
+        unit = {"float32": 2**-20, "float16": 2**-11, "bfloat16": 2**-8}[self.spec.dtype]
         out, allowed = (
             np.zeros((len(lengths), spec.kv_heads, spec.heads // spec.kv_heads, spec.value_dim)) for _ in range(2)
         )
@@ -258,6 +258,9 @@ SIXTEEN_SPLITS = 10**6
         (decoding(group=12, dim=80, value_dim=96, fp8=True), LENGTHS, SIXTEEN_SPLITS),
         (decoding(kv_heads=1, dim=64, fp8=True), LONG, TWO_SPLITS),
         (decoding("bfloat16", dim=192, value_dim=128, separate_rope=True), LENGTHS, TWO_SPLITS),
+        (decoding("float32", group=12, dim=96, value_dim=64), LENGTHS, TWO_SPLITS),
+        (decoding("float32", group=5, kv_heads=1, dim=512, window=70, softcap=2.0), LENGTHS, SIXTEEN_SPLITS),
+        (decoding("float32", group=3, dim=40, wide=True, sinks=True, separate_rope=True), LENGTHS, TWO_SPLITS),
         (decoding(query_dtype="float32", group=3, dim=40, fp8=True, separate_rope=True), LENGTHS, SIXTEEN_SPLITS),
     ],
 )
@@ -310,10 +313,10 @@ def test_rows_that_decode_get_rope_and_are_cached_and_attended_to(monkeypatch, s
         after = [device.down(cache) for cache in rope_caches]
         graph.launch(device.stream)
         for cache, exact in zip(caches, after):
-            assert np.array_equal(device.down(cache).view(np.uint16), exact.view(np.uint16))
+            assert device.down(cache).tobytes() == exact.tobytes()
         tokens = PagedTokens(query, key, value, keys, values, tables, rows, positions, table)
         by_row.launch(device.stream, tokens, outs[2], paged.SCALE, scratch)
-        assert np.array_equal(device.down(outs[2]).view(np.uint16), device.down(outs[0]).view(np.uint16))
+        assert device.down(outs[2]).tobytes() == device.down(outs[0]).tobytes()
         numbers_of = [heads_of(cache) for cache in after] if spec.fp8 else after
         expected, allowed = paged.expected(row_lengths, device.down(query_out), numbers_of)
         for out in outs:  # the second launch in a row finds the scratch that the first has left
@@ -494,6 +497,7 @@ extern "C" __global__ void words(u64* out, const u64* key, int position) {
         *((form, "float16") for form in ("floats", "across", "8 bits", "4 bits", "mxfp4")),
         ("floats", "bfloat16"),
         *((form, "bfloat16") for form in ("8 bits", "4 bits", "mxfp4")),
+        *((form, "float32") for form in ("floats", "across")),
     ],
 )
 def test_rows_of_experts_have_the_same_bits_in_tiles_of_any_size(monkeypatch, form, dtype):
@@ -543,10 +547,10 @@ def test_rows_of_experts_have_the_same_bits_in_tiles_of_any_size(monkeypatch, fo
     of_each = device.up(np.repeat(x, per_token, axis=0).reshape(tokens, -1))
     order = expert_products.ExpertOrder(
         device.stream, device.up(ids), experts, device.up(np.zeros(ids.size, np.int32)),
-        device.up(np.zeros((ids.size, 4), np.int32)), expert_products.largest_tile([stack.form]),
+        device.up(np.zeros((ids.size, 4), np.int32)), expert_products.largest_tile([stack.form], x.dtype),
     )  # fmt: skip
     results = []
-    for tile in expert_products.TILES[: 4 if bits == 16 else 3]:
+    for tile in expert_products.TILES[: 4 if bits == 16 and dtype != "float32" else 3]:
         monkeypatch.setattr(expert_products, "tile_for", lambda *_, tile=tile: tile)
         for shared, count in ((True, tokens), (False, tokens), (True, 1), (True, 13)):
             out = device.up(np.full((tokens, per_token * outs), 7, numbers(dtype)))
@@ -559,7 +563,7 @@ def test_rows_of_experts_have_the_same_bits_in_tiles_of_any_size(monkeypatch, fo
     products = np.stack([x.astype(np.float32) @ item.T.astype(np.float32) for item in weight])
     products = products[ids, np.arange(tokens)[:, None]]
     # What the results are rounded to, and the order of sums.
-    allowed = {"float16": 2e-3, "bfloat16": 8e-3}[dtype]
+    allowed = {"float16": 2e-3, "bfloat16": 8e-3, "float32": 1e-5}[dtype]
     rows_found = results[0].reshape(products.shape).astype(np.float32)
     np.testing.assert_allclose(rows_found, products, rtol=allowed, atol=allowed * products.std())
 
@@ -584,6 +588,28 @@ def test_products_of_few_columns_have_the_same_bits_for_any_number_of_rows(sizes
         products.append(np.concatenate([device.down(result) for result in results], axis=1)[:rows])
     for part in products:
         np.testing.assert_array_equal(part, products[-1][: len(part)], err_msg=f"{len(part)} rows")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_products_with_float32_weights_have_the_same_bits_for_any_number_of_rows(dtype):
+    """Rows of any type: a router's are of 16 bits. A size that no tile divides."""
+    from lockstep_gpu.kernels.products import Products, SmallWeight
+
+    device = OnDevice()
+    random = np.random.default_rng(0)
+    sizes = 70, 33
+    weight = random.standard_normal((sum(sizes), 333), np.float32)
+    x = random.standard_normal((150, 333), np.float32).astype(numbers(dtype))
+    outs = [device.up(np.zeros((len(x), size), np.float32)) for size in sizes]
+    small = SmallWeight(device.up(weight), None, 16, 0, 333, sizes)
+    multiply = Products(device.stream, numbers(dtype)).bind(small, device.up(x), outs)
+    results = []
+    for rows in (150, 65, 64, 17, 16, 9, 8, 1):
+        multiply(rows)
+        results.append(np.concatenate([device.down(out) for out in outs], axis=1)[:rows])
+        np.testing.assert_array_equal(results[-1], results[0][:rows], err_msg=f"{rows} rows")
+    expected = x.astype(np.float64) @ weight.T.astype(np.float64)
+    np.testing.assert_allclose(results[0], expected, rtol=1e-5, atol=1e-4)
 
 
 def test_processed_logits_are_the_hosts_to_the_bit_and_tokens_are_counted_once():

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
 import ml_dtypes
 import numpy as np
+import onnx
 import pytest
 
 from lockstep import backends
+from lockstep.artifacts.assembly import Assembly
 from lockstep.onnx_tools.products import Product
+from lockstep.onnx_tools.signature import ACTIVATIONS
 from lockstep.runtime import Advance, Model
 from lockstep.targets import Limits
 from lockstep.tolerances import Tolerances
@@ -95,19 +103,45 @@ def test_products_are_those_of_numpy(dtype, bits, group, outs, columns):
         assert len(set(first_rows)) == len(set(outs))
 
 
+def with_bfloat16(assembly_path: Path, folder: Path) -> Path:
+    """Return an assembly that asks for bf16 activations, as `export` writes it, and its graphs, in `folder`."""
+    shutil.copytree(assembly_path.parent, folder)
+    assembly = Assembly.load(assembly_path)
+    classes = {}
+    for name, graph in assembly.classes.items():
+        model = onnx.load(folder / graph.file)
+        model.metadata_props.add(key=ACTIVATIONS, value="bfloat16")
+        data = model.SerializeToString(deterministic=True)
+        (folder / graph.file).write_bytes(data)
+        classes[name] = replace(graph, sha256=hashlib.sha256(data).hexdigest())
+    replace(assembly, classes=classes, activations="bfloat16").save(folder / assembly_path.name)
+    return folder / assembly_path.name
+
+
 @pytest.mark.parametrize("backend", ["cuda"], indirect=True)
-@pytest.mark.parametrize("precision", [pytest.param("w8a16", marks=pytest.mark.long), "w4a16", "w8a8-fp8"])
-def test_logits_are_those_of_onnx_runtime(quantized_demo, tmp_path, backend, precision):
+@pytest.mark.parametrize(
+    "precision, activations",
+    [
+        pytest.param("w8a16", None, marks=pytest.mark.long),
+        ("w4a16", None),
+        ("w8a8-fp8", None),
+        ("w8a16", "bfloat16"),
+        pytest.param("w8a8-fp8", "bfloat16", marks=pytest.mark.long),
+    ],
+)
+def test_logits_are_those_of_onnx_runtime(quantized_demo, tmp_path, backend, precision, activations):
     assembly = quantized_demo.assembly("demo-llama", precision)
     tensors = quantized_demo.weights("demo-llama", precision)
     reference = backends.build(assembly, "onnxruntime", tmp_path / "onnxruntime" / "engines.json")
-    built = backends.build(assembly, backend, tmp_path / backend / "engines.json", LIMITS)
-    pair = [Model.open(engines, assembly, tensors, **LIMITS) for engines in (reference, built)]
+    run = with_bfloat16(assembly, tmp_path / "graphs") if activations else assembly
+    built = backends.build(run, backend, tmp_path / backend / "engines.json", LIMITS)
+    pair = [Model.open(reference, assembly, tensors, **LIMITS), Model.open(built, run, tensors, **LIMITS)]
+    allowed = TOLERANCE[precision] * (8 if activations and precision != "w8a8-fp8" else 1)
     random = np.random.default_rng(0)
 
     def step(advances: list[Advance]) -> list[int]:
         expected, actual = (model.step(advances) for model in pair)
-        np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE[precision])
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=allowed)
         return expected.argmax(axis=1).tolist()
 
     tokens = step([Advance(0, random.integers(0, 768, 40), 0)])

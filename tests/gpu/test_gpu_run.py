@@ -27,6 +27,7 @@ def tensorrt(attention: str) -> dict[str, Any]:
 # A backend, a precision and options of a build, for each way in which the executor runs a step. cuda has no options.
 FORMS = [
     pytest.param("cuda", "fp16", {}, id="cuda-fp16"),
+    pytest.param("cuda", "fp32", {}, id="cuda-fp32"),
     pytest.param("tensorrt", "fp16", tensorrt("fused"), id="tensorrt-fp16-fused"),
     pytest.param("tensorrt", "fp32", tensorrt("traced"), id="tensorrt-fp32-traced", marks=pytest.mark.long),
 ]

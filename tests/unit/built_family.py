@@ -37,12 +37,9 @@ def build_family(root: Path, family: str, precision: str, **settings: Any) -> No
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     results = Results(root / "results")
     checkpoint = resolve(str(folder), folder, results.checkpoint(NAME))
-    convert(checkpoint, precision, results.weights(NAME, precision))
-    export(
-        resolve_architecture(str(folder), folder, results.architecture(NAME)),
-        precision,
-        results.assembly(NAME, precision),
-    )
+    architecture = resolve_architecture(str(folder), folder, results.architecture(NAME))
+    assembly = export(architecture, precision, results.assembly(NAME, precision))
+    convert(checkpoint, precision, results.weights(NAME, precision), assembly)  # some weights stay float32
     if precision != "bf16":  # which ONNX Runtime has not
         build(results.assembly(NAME, precision), "onnxruntime", results.engines(NAME, precision, "onnxruntime"))
 

@@ -104,9 +104,10 @@ def model_problems(
                 able = ", ".join(name for name, item in backends().items() if key in item.model_settings)
                 text = f"expected none for backend {backend}; it is for {able}; found {value!r}"
                 yield Problem((*path, key), text)
-        if model.kv_cache_dtype and (model.activations or "bf16" in model.precisions_of(backend)):
-            text = f"expected none for backend {backend} in bf16; it is for fp16; found {model.kv_cache_dtype!r}"
-            yield Problem((*path, "kv_cache_dtype"), text)
+        wide = {"fp32", "bf16"}.intersection(model.precisions_of(backend))
+        if model.kv_cache_dtype and (model.activations or wide):
+            text = f"expected none for backend {backend} in {min(wide, default='bf16')}; it is for fp16; found "
+            yield Problem((*path, "kv_cache_dtype"), f"{text}{model.kv_cache_dtype!r}")
         for place, precision in model.placed_precisions(backend):
             if precision not in settings.precisions:
                 text = f"expected one of {', '.join(settings.precisions)} for backend {backend}"

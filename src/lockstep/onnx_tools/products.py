@@ -63,7 +63,8 @@ class Product:
     slots: the weight's data, scales and zero points if any; for 16 bits the weight itself. bits: 4, 8 or 16.
     group_size: numbers that share a scale; 0 at 16 bits, and for e4m3 numbers, which have a scale a row. With experts
     the output is [rows, per_token * out_features], and so is the input if its rows are not shared. transposed: the
-    weight is [in_features, out_features], as GPT-2 has it.
+    weight is [in_features, out_features], as GPT-2 has it. is_float32: in a graph of 16 bits, weight and output are
+    float32, as of some routers.
     """
 
     input: str
@@ -76,6 +77,7 @@ class Product:
     lora: Annotated[Lora | None, Mark.ALWAYS] = None
     experts: Experts | None = None
     transposed: bool = False
+    is_float32: bool = False
 
     @property
     def is_fp8(self) -> bool:

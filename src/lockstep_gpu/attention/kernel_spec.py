@@ -97,6 +97,8 @@ class AttentionKernelSpec:
     @property
     def by_row(self) -> bool:
         """Return whether the decode kernel runs prompts too, because not every cuDNN can."""
+        if self.dtype == "float32":
+            return True
         return self.sinks or bool(self.softcap) or max(self.head_dim, self.value_dim) > 256
 
     @property

@@ -48,7 +48,8 @@ class DecodeAttention:
         self._spec = spec
         self._multiprocessors = cuda.multiprocessors(cuda.current_device())
         options = *spec.options, f"-DBY_ROW={int(by_row)}"
-        self._kernel = cuda.compile_kernels(including("paged_decode.cu"), options)["decode_attention"]
+        file = "float32_decode.cu" if spec.dtype == "float32" else "paged_decode.cu"
+        self._kernel = cuda.compile_kernels(including(file), options)["decode_attention"]
 
     def launch(self, stream: cuda.Stream, tokens: PagedTokens, out: cuda.Array, scale: float, scratch: Scratch) -> None:
         """Enqueue the attention of each request's new token.

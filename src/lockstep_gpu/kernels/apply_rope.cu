@@ -1,6 +1,20 @@
 // Prepares prompts for cuDNN's attention: RoPE, and the writes of keys and values to the cache.
 #include "rope_tables.cuh"
 
+// Eight numbers of KIND.
+__device__ __forceinline__ void copy8(Bits* to, const Bits* from) {
+    constexpr int VECTORS = sizeof(Bits) / 2;
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) ((Words4*)to)[i] = ((const Words4*)from)[i];
+}
+__device__ __forceinline__ void put8(unsigned short* to, const float (&x)[8]) {
+    *(Words4*)to = Words4{{pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7])}};
+}
+__device__ __forceinline__ void put8(float* to, const float (&x)[8]) {
+    ((Vec4*)to)[0] = Vec4{{x[0], x[1], x[2], x[3]}};
+    ((Vec4*)to)[1] = Vec4{{x[4], x[5], x[6], x[7]}};
+}
+
 constexpr int QUERIES = KV_HEADS * GROUP * DIM / 8, KEYS = KV_HEADS * DIM / 8,
               VALUES = KV_HEADS * VALUE_DIM / 8;             // pieces of 8 numbers that a token has
 constexpr int PIECES = QUERIES + (FP8 ? 0 : KEYS + VALUES);  // fp8_pages.cu writes the cache of fp8
@@ -50,12 +64,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 x[e] = rope(x[e], owns[e], number(from[second_of(partner, !is_query, j + e)]), others[e]);
             Bits* to =
                 is_query ? query_out + (token * KV_HEADS * GROUP + head) * DIM : keys + (place + head * PAGE) * DIM;
-            if (is_query || row >= 0)
-                *(Words4*)(to + j) = Words4{{pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7])}};
+            if (is_query || row >= 0) put8(to + j, x);
         } else if (row >= 0) {
             const int at = piece - QUERIES - KEYS, head = at / (VALUE_DIM / 8), j = at % (VALUE_DIM / 8) * 8;
-            *(Words4*)(values + (place + head * PAGE) * VALUE_DIM + j) =
-                *(const Words4*)(value + token * VALUES * 8 + at * 8);
+            copy8(values + (place + head * PAGE) * VALUE_DIM + j, value + token * VALUES * 8 + at * 8);
         }
     }
 }

@@ -19,7 +19,11 @@
 #define THREADS 128
 #endif
 
+#if KIND == 0
+typedef float Bits;
+#else
 typedef unsigned short Bits;  // a number of KIND
+#endif
 
 #if QK_KIND == 0  // of queries and keys before RoPE
 typedef float QK;

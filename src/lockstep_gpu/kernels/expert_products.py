@@ -1,7 +1,7 @@
 """Grouped GEMMs with the weights of experts on a device.
 
-Weights are of 16 bits (expert_products.cu), integers or MXFP4 (expert_small_weights.cu). The rows of a step are sorted
-by expert first (sort_by_expert.cu).
+Weights are of 16 bits (expert_products.cu), float32 (float32_products.cu), integers or MXFP4 (expert_small_weights.cu).
+The rows of a step are sorted by expert first (sort_by_expert.cu).
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+
+import numpy as np
 
 from lockstep.onnx_tools.products import ExpertWeight
 from lockstep_gpu import cuda
@@ -65,7 +67,7 @@ def tile_for(rows: int, experts: int, largest: Tile) -> Tile:
 class ExpertStack:
     """The stacked weights of all experts on a device.
 
-    data: fp16 or bf16 [count, ...], or uint8. scales: fp16 [count, out_features, num_groups], times `SCALES_TIMES`, or
+    data: floats [count, ...], or uint8. scales: fp16 [count, out_features, num_groups], times `SCALES_TIMES`, or
     uint8 exponents (MXFP4); None for 16 bits.
     """
 
@@ -123,7 +125,10 @@ def bind(
         out: [tokens, per_token * out_features].
     """
     form = stack.form
-    file = "expert_products.cu" if stack.scales is None else "expert_small_weights.cu"
+    is_float32 = x.dtype.name == "float32"
+    file = "float32_products.cu" if is_float32 else "expert_products.cu"
+    if stack.scales is not None:
+        file = "expert_small_weights.cu"
     module = cuda.compile_kernels(including(file), kind_options(x.dtype.name))
 
     @functools.cache
@@ -139,7 +144,7 @@ def bind(
         else:
             name = "e2m1" if form.kind == "mxfp4" else f"small_{form.bits}"
             arguments = (stack.data, stack.scales, *rows, *sizes, form.group_size, blocks)
-        nbytes = tile.shared(form.bits)
+        nbytes = 0 if is_float32 else tile.shared(form.bits)
         kernel = module[f"{name}_{tile.rows}"]
         return cuda.Launch(kernel, stream, tile.threads, *arguments, overlaps=True, shared=nbytes), blocks
 
@@ -151,6 +156,7 @@ def bind(
     return multiply
 
 
-def largest_tile(forms: Iterable[ExpertWeight]) -> Tile:
-    """Return the largest tile that GEMMs with all these weights support."""
-    return TILES[-1] if all(form.bits == 16 for form in forms) else TILES[-2]
+def largest_tile(forms: Iterable[ExpertWeight], dtype: np.dtype) -> Tile:
+    """Return the largest tile that GEMMs with all these weights support; dtype: of activations."""
+    has_largest = dtype.itemsize == 2 and all(form.bits == 16 for form in forms)
+    return TILES[-1] if has_largest else TILES[-2]

@@ -1,4 +1,5 @@
-// Numbers of 16 bits as float32 and back. KIND is the type of a model's activations and weights: 1 fp16, 2 bf16.
+// Numbers of 16 bits as float32 and back. KIND is the type of a model's activations and weights: 1 fp16, 2 bf16, in the
+// files that say so 0, float32.
 #pragma once
 
 #ifndef KIND

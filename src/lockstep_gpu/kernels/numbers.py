@@ -6,5 +6,5 @@ KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}  # by NumPy's name: how kern
 
 
 def kind_options(dtype: str) -> tuple[str, ...]:
-    """Return the options that compile a source for activations and weights of a type of 16 bits."""
+    """Return the options that compile a source for activations and weights of a type; float32 is of few sources."""
     return (f"-DKIND={KINDS[dtype]}",)

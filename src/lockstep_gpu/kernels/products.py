@@ -1,10 +1,10 @@
 """GEMMs of activations and weights on a device, and the LoRA terms that adapters add.
 
-Weights of 16 bits go through `gemm.Gemm`, e4m3 weights through `fp8_gemm.Fp8Gemm`. Up to 32 rows of fp16 are multiplied
-with an integer weight by a kernel that reads it as it is stored (small_weights.cu), 16 rows at a time; any number of
-rows of bf16 by that of experts (expert_small_weights.cu), with the same bits in any company. For more rows of fp16, and
-for shapes that the kernels don't support, the weight is dequantized to 16 bits and multiplied by `Gemm`; all weights
-share the memory for that.
+Weights of 16 bits go through `gemm.Gemm`, float32 through float32_products.cu, e4m3 through `fp8_gemm.Fp8Gemm`. Up to
+32 rows of fp16 are multiplied with an integer weight by a kernel that reads it as it is stored (small_weights.cu),
+16 rows at a time; any number of rows of bf16 by that of experts (expert_small_weights.cu), with the same bits in any
+company. For more rows of fp16, and for shapes that the kernels don't support, the weight is dequantized to 16 bits and
+multiplied by `Gemm`; all weights share the memory for that.
 """
 
 from __future__ import annotations
@@ -74,8 +74,9 @@ class SmallWeight:
     """Concatenated weights [out_features[i], in_features], quantized or of 16 bits.
 
     Attributes:
-        data: uint8 [sum of out_features, in_features * bits / 8], or the activations' dtype if bits is 16.
-        scales: fp16 [sum of out_features, num_groups], times `SCALES_TIMES`; None for 16 bits.
+        data: uint8 [sum of out_features, in_features * bits / 8], or floats if bits is 16: the activations' dtype, or
+            float32, whose outputs are float32.
+        scales: fp16 [sum of out_features, num_groups], times `SCALES_TIMES`; None for floats.
         group_size: 0 with 8 bits: data is e4m3, scales float32 [sum of out_features].
     """
 
@@ -103,7 +104,7 @@ class Products:
         self._dtype = dtype
         self._options = kind_options(dtype.name)
         self._small = functools.cache(lambda: cuda.compile_kernels(including("small_weights.cu"), self._options))
-        self._gemm = Gemm(stream, dtype)
+        self._gemm = functools.cache(lambda: Gemm(stream, dtype))  # not of float32
         self._fp8 = functools.cache(lambda: Fp8Gemm(stream, dtype))  # not every GPU supports it
         # Buffers for a dequantized weight: the last is the largest; captured graphs may use the others.
         self._scratch = [cuda.empty((1,), dtype)]
@@ -121,15 +122,17 @@ class Products:
             outs: Each [..., out_features[i]].
             rows: `x` as e4m3, if a kernel has quantized it already.
         """
+        if weight.data.dtype.name == "float32":
+            return self._tiled(weight, x, outs)
         if weight.bits == 16:
-            return self._gemm.bind(weight.data, x, outs)
+            return self._gemm().bind(weight.data, x, outs)
         if not weight.group_size:
             assert weight.scales is not None  # quantised
             return self._fp8().bind(weight.data, weight.scales, x, outs, rows)
         is_bf16 = self._dtype.name == "bfloat16"
         is_aligned = not any(size % ALIGNED for size in weight.out_features)
         if is_bf16 and is_aligned and weight.group_size % _BF16_COLUMNS == 0:
-            return self._bf16_calls(weight, x, outs)
+            return self._tiled(weight, x, outs)
         self._scratch_size = max(self._scratch_size, sum(weight.out_features) * weight.in_features)
         kernel_rows = MAX_KERNEL_ROWS if weight.fits_kernel and not is_bf16 else 0
         kernel_launch = functools.cache(functools.partial(self._kernel_launch, weight, x, outs))
@@ -163,23 +166,26 @@ class Products:
         )  # fmt: skip
         return cuda.Launch(kernel, self._stream, 32 * warps, *arguments, overlaps=True), -(-total // outputs)
 
-    def _bf16_calls(self, weight: SmallWeight, x: cuda.Array, outs: Sequence[cuda.Array]) -> Multiplier:
-        """Return a call of the kernel that multiplies rows of bf16 with integers, and sums of groups with scales."""
-        assert weight.scales is not None  # quantized
-        module = cuda.compile_kernels(including("expert_small_weights.cu"), self._options)
+    def _tiled(self, weight: SmallWeight, x: cuda.Array, outs: Sequence[cuda.Array]) -> Multiplier:
+        """Return a call of the kernels of experts, for rows of bf16 with integers or any rows with float32 weights."""
+        is_float32 = weight.scales is None
+        file = "float32_products.cu" if is_float32 else "expert_small_weights.cu"
+        module = cuda.compile_kernels(including(file), kind_options(x.dtype.name))
         ends = [0, *itertools.accumulate(weight.out_features)]
-        parts = [(weight.data[low:high], weight.scales[low:high], out) for low, high, out in zip(ends, ends[1:], outs)]
 
         @functools.cache
         def launches(tile: Tile) -> list[tuple[cuda.Launch, int]]:
-            kernel = module[f"dense_{weight.bits}_{tile.rows}"]
-            nbytes = tile.shared(weight.bits)
+            name = "float32" if is_float32 else f"dense_{weight.bits}"
+            nbytes = 0 if is_float32 else tile.shared(weight.bits)
             calls = []
-            for data, scales, out in parts:
-                blocks = -(-data.shape[0] // tile.outputs)
-                arguments: tuple[cuda.Array | int, ...] = (
-                    data, scales, x, out, data.shape[0], weight.in_features, weight.group_size, blocks, 0,
-                )  # fmt: skip
+            for low, high, out in zip(ends, ends[1:], outs):
+                blocks = -(-(high - low) // tile.outputs)
+                sizes = high - low, weight.in_features
+                arguments: tuple[cuda.Array | int, ...] = (weight.data[low:high], x, out, *sizes, blocks, 0)
+                if weight.scales is not None:
+                    scales = weight.scales[low:high]
+                    arguments = (weight.data[low:high], scales, x, out, *sizes, weight.group_size, blocks, 0)
+                kernel = module[f"{name}_{tile.rows}"]
                 launch = cuda.Launch(kernel, self._stream, tile.threads, *arguments, overlaps=True, shared=nbytes)
                 calls.append((launch, blocks))
             return calls
@@ -196,7 +202,7 @@ class Products:
         assert weight.scales is not None  # quantized
         total = sum(weight.out_features)
         dequantized_weight = self._scratch_memory().reshape(total, weight.in_features)
-        product = self._gemm.bind(dequantized_weight, x, outs)
+        product = self._gemm().bind(dequantized_weight, x, outs)
         kernel = self._small()[f"dequantize_{weight.bits}"]
         arguments = weight.data, weight.scales, dequantized_weight, weight.in_features, weight.group_size, total
         dequantize = cuda.Launch(kernel, self._stream, _DEQUANTIZE_THREADS, *arguments)

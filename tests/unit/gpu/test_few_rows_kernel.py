@@ -114,6 +114,7 @@ SMALL_EXPERTS = (
     EXPERT_ROWS
     + r"""
 inline u32 sub2(u32 a, u32 b) { return narrow(part(a, 0) - part(b, 0)) | (u32)narrow(part(a, 1) - part(b, 1)) << 16; }
+inline u32 sum2(u32 a, u32 b) { return narrow(part(a, 0) + part(b, 0)) | (u32)narrow(part(a, 1) + part(b, 1)) << 16; }
 inline float of_bits(u32 bits) { return as<float>(bits); }
 inline u32 __byte_perm(u32 a, u32 b, u32 choice) {
     const unsigned long long all = (unsigned long long)b << 32 | a;
@@ -128,6 +129,29 @@ inline u32 __byte_perm(u32 a, u32 b, u32 choice) {
     launch(blocks, [=] { NAME(weight, scales, x, out, order, tiles, sharing, outs, ins, group, out_blocks); }); }
 RUN(small_8_8) RUN(small_8_16) RUN(small_8_64) RUN(small_4_8) RUN(small_4_16) RUN(small_4_64)
 RUN(e2m1_8) RUN(e2m1_16) RUN(e2m1_64)
+#if KIND == 2
+#define RUN_DENSE(NAME) extern "C" void run_##NAME( \
+    int blocks, const unsigned char* weight, const void* scales, const unsigned short* x, unsigned short* out, \
+    int outs, int ins, int group, int out_blocks, int rows) { \
+    launch(blocks, [=] { NAME(weight, scales, x, out, outs, ins, group, out_blocks, rows); }); }
+RUN_DENSE(dense_8_8) RUN_DENSE(dense_8_16) RUN_DENSE(dense_8_64)
+RUN_DENSE(dense_4_8) RUN_DENSE(dense_4_16) RUN_DENSE(dense_4_64)
+#endif
+"""
+)
+FLOAT32 = (
+    EXPERT_ROWS
+    + r"""
+#include "float32_products.cu"
+#define RUN(NAME) extern "C" void run_##NAME( \
+    int blocks, const float* weight, const Number* x, float* out, const int* order, const Tile* tiles, int sharing, \
+    int outs, int ins, int out_blocks) { \
+    launch(blocks, [=] { NAME(weight, x, out, order, tiles, sharing, outs, ins, out_blocks); }); }
+RUN(experts_8) RUN(experts_16) RUN(experts_64) RUN(across_8) RUN(across_16) RUN(across_64)
+#define RUN_DENSE(NAME) extern "C" void run_##NAME( \
+    int blocks, const float* weight, const Number* x, float* out, int outs, int ins, int out_blocks, int rows) { \
+    launch(blocks, [=] { NAME(weight, x, out, outs, ins, out_blocks, rows); }); }
+RUN_DENSE(float32_8) RUN_DENSE(float32_16) RUN_DENSE(float32_64)
 """
 )
 E4M3 = (
@@ -270,7 +294,9 @@ def test_rows_of_experts_are_accumulated_in_order(library, kernel, dtype, tile_r
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("kernel", "dtype"), [("small_8", HALF), ("small_4", HALF), ("e2m1", HALF), ("e2m1", BFLOAT16)], ids=str
+    ("kernel", "dtype"),
+    [(kernel, dtype) for kernel in ("small_8", "small_4", "e2m1") for dtype in (HALF, BFLOAT16)],
+    ids=str,
 )
 @pytest.mark.parametrize(("tile_rows", "threads", "outputs"), TILES[:3])
 def test_rows_of_experts_are_accumulated_in_groups(library, kernel, dtype, tile_rows, threads, outputs):
@@ -295,15 +321,53 @@ def test_rows_of_experts_are_accumulated_in_groups(library, kernel, dtype, tile_
     places = (np.arange(0, 32, 8)[:, None] + pairs[:, None]).reshape(-1)
 
     def expected(expert: int, x: np.ndarray) -> np.ndarray:
-        sums = np.zeros((1, outs), np.float32)
+        sums = np.zeros((len(x), outs), np.float32)
         for at in range(columns // group):
             order = [at * group + low + place for low in range(0, group, 32) for place in places]
             part = in_order(x, numbers[expert], order)
             sums = (part * factors[expert, :, at].astype(np.float64) + sums).astype(np.float32)
         return sums
 
-    run = getattr(library(SMALL_EXPERTS, threads, dtype), f"run_{kernel}_{tile_rows}")
+    kernels = library(SMALL_EXPERTS, threads, dtype)
+    run = getattr(kernels, f"run_{kernel}_{tile_rows}")
     rows.check(run, outputs, (data, scales), (outs, columns, group), expected)
+    if dtype == BFLOAT16 and bits == int(kernel[-1]):  # all rows with one weight
+        run = getattr(kernels, f"run_{kernel.replace('small', 'dense')}_{tile_rows}")
+        check_dense(run, tile_rows, outputs, rows.x, (data[2], scales[2]), (outs, columns, group), expected(2, rows.x))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), HALF, BFLOAT16], ids=str)
+@pytest.mark.parametrize(("tile_rows", "threads", "outputs"), TILES[:3])
+def test_rows_times_float32_weights_are_accumulated_in_order(library, dtype, tile_rows, threads, outputs):
+    """With one weight, and with those of experts, whose rows are float32 too."""
+    outs = 45
+    columns = 83
+    rows = ExpertRows(library, tile_rows, columns, dtype)
+    stack = aligned(np.random.default_rng(0).standard_normal((rows.experts, outs, columns), np.float32))
+    kernels = library(FLOAT32, threads, dtype)
+
+    def expected(expert: int, x: np.ndarray) -> np.ndarray:
+        sums = np.zeros((len(x), outs), np.float32)
+        for column in range(columns):  # fmaf: one rounding a column
+            product = x[:, column, None].astype(np.float64) * stack[expert][:, column]
+            sums = (product + sums).astype(np.float32)
+        return sums
+
+    run = getattr(kernels, f"run_float32_{tile_rows}")
+    check_dense(run, tile_rows, outputs, rows.x, (stack[1],), (outs, columns), expected(1, rows.x), np.float32)
+    if dtype == np.float32:
+        for kernel, weight in (("experts", stack), ("across", aligned(stack.swapaxes(1, 2)))):
+            rows.check(getattr(kernels, f"run_{kernel}_{tile_rows}"), outputs, [weight], (outs, columns), expected)
+
+
+def check_dense(run, tile_rows: int, outputs: int, x, given, sizes: Sequence[int], expected, dtype=BFLOAT16) -> None:
+    """All rows but the last two, which stay as they are; expected: [rows, out_features] float32."""
+    out = aligned(np.full((len(x), sizes[0]), 7, dtype))
+    out_blocks = -(-sizes[0] // outputs)
+    count = len(x) - 2
+    run(out_blocks * -(-count // tile_rows), *map(pointer, (*given, x, out)), *sizes, out_blocks, count)
+    assert np.array_equal(out[:count], expected[:count].astype(dtype)) and (out[count:] == 7).all()
 
 
 @pytest.mark.parametrize(("most", "rows"), [(8, 5), (16, 16)])

@@ -36,7 +36,7 @@ def sources(dtype: str, capability: tuple[int, int]) -> Iterator[Source]:
     options = kind_options(dtype)
     for name in library():
         if capability == HOPPER or name not in E4M3:
-            yield including(name), options
+            yield including(name), kind_options("float32") if name == "float32_decode.cu" else options
     for shapes in (WINDOW, {**RULE, "past_state": (1, 4, 16, 20)}):
         sizes = {"WIDE": 0, "THREADS": THREADS, **StateKernelSpec.of_sizes(shapes, "here", dtype).sizes}
         yield including("state_mixers.cu"), tuple(f"-D{name}={size}" for name, size in sizes.items())
@@ -47,6 +47,10 @@ def sources(dtype: str, capability: tuple[int, int]) -> Iterator[Source]:
             yield including("apply_rope.cu"), spec.options
         if fp8:
             yield including("fp8_pages.cu"), spec.options
+    spec = AttentionKernelSpec("float32", "float32", False, 12, 2, 96, 40, 50, sinks=True, softcap=2.0)
+    yield including("float32_decode.cu"), (*spec.options, "-DBY_ROW=1")
+    yield including("apply_rope.cu"), spec.options
+    yield including("float32_products.cu"), kind_options("float32")
     yield including("step.cu", "next_token.cu"), ()
 
 

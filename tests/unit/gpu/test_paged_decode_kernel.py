@@ -26,17 +26,17 @@ SOURCE = """
 #include "fake_gpu/host_block.h"
 #include "fake_gpu/host_numbers.h"
 #include "fake_gpu/host_attention.h"
-#include "paged_decode.cu"
+#include "FILE"
 extern "C" void run(int shares, int requests, const QK* query, const QK* key, const Bits* value, Bits* out,
-                    Cached* keys, Cached* values, const float* own, const float* other, const int* partner,
+                    void* keys, void* values, const float* own, const float* other, const int* partner,
                     const int* rows, const int* positions, const int* pages, int pages_per_row, float scale,
                     float* partials, float* stats, int* counters) {
     gridDim = {shares, KV_HEADS * CHUNKS, requests};
     for (blockIdx.z = 0; blockIdx.z < requests; ++blockIdx.z)
         for (blockIdx.y = 0; blockIdx.y < gridDim.y; ++blockIdx.y)
-            launch(shares, [=] { decode_attention(query, key, value, out, keys, values, own, other, partner, rows,
-                                                  positions, pages, pages_per_row, scale, partials, stats,
-                                                  counters); });
+            launch(shares, [=] { decode_attention(query, key, value, out, (CACHED*)keys, (CACHED*)values, own, other,
+                                                  partner, rows, positions, pages, pages_per_row, scale, partials,
+                                                  stats, counters); });
 }
 """
 
@@ -59,6 +59,12 @@ def address(array: np.ndarray) -> ctypes.c_void_p:
         pytest.param(1, 8, (64, 64), (1, 130, 300), 2, {"fp8": True, "window": 100, "sinks": True}, marks=long),
         pytest.param(1, 5, (256, 256), (130, 64), 1, {"fp8": True}, marks=long),
         pytest.param(1, 5, (512, 512), (130, 64), 1, {}, marks=long),
+        (2, 5, (96, 40), (1, 63, 0, 64, 200), 2, {"dtype": "float32", "query_dtype": "float32", "softcap": 2.0}),
+        pytest.param(
+            *(1, 3, (40, 24), (1, 65, 130), 1),
+            {"dtype": "float32", "query_dtype": "float32", "window": 50, "sinks": True, "separate_rope": True},
+            marks=long,
+        ),
         pytest.param(1, 12, (80, 96), (1, 65, 200), 2, {"fp8": True}, marks=long),
     ],
 )
@@ -68,12 +74,15 @@ def test_rows_attend_to_what_their_pages_hold(tmp_path, kv_heads, group, sizes, 
     vars(spec).update({"sinks": False, "fp8": False} | more)
     head_group = min(group, 4 if spec.head_dim > 128 else 8)
     values = {
-        "KIND": 1, "QK_KIND": int(spec.query_dtype == "float16"), "WIDE": 0, "KV_HEADS": kv_heads, "GROUP": group,
+        "KIND": int(spec.dtype == "float16"), "QK_KIND": int(spec.query_dtype == "float16"), "WIDE": 0,
+        "KV_HEADS": kv_heads, "GROUP": group,
         "HEADS": head_group, "DIM": spec.head_dim, "VALUE_DIM": spec.value_dim, "WINDOW": spec.window,
         "SINKS": int(spec.sinks), "FP8": int(spec.fp8), "SEPARATE": int(spec.separate_rope), "PAGE": PAGE,
         "THREADS": 128, "BY_ROW": 0, "SOFTCAP": int(np.float32(spec.softcap).view(np.uint32)),
     }  # fmt: skip
-    (tmp_path / "kernel.cpp").write_text(SOURCE)
+    file = "paged_decode.cu" if spec.dtype == "float16" else "float32_decode.cu"
+    cached = "Cached" if spec.dtype == "float16" else "Bits"
+    (tmp_path / "kernel.cpp").write_text(SOURCE.replace("FILE", file).replace("CACHED", cached))
     options = ["-std=c++17", "-O1", "-w", "-fpermissive", "-shared", "-fPIC", "-Wl,-Bsymbolic"]
     options += [f"-I{TESTS}", f"-I{KERNELS}", *(f"-D{name}={value}" for name, value in values.items())]
     subprocess.run([COMPILER, *options, "kernel.cpp", "-o", "kernel.so"], cwd=tmp_path, check=True)
@@ -82,7 +91,7 @@ def test_rows_attend_to_what_their_pages_hold(tmp_path, kv_heads, group, sizes, 
     caches = paged.caches(lengths)
     rows = np.where(np.array(lengths) > 0, np.arange(count), -1).astype(np.int32)
     positions = np.maximum(0, np.array(lengths) - 1).astype(np.int32)
-    out = np.full((count, spec.heads, spec.value_dim), np.nan, np.float16)
+    out = np.full((count, spec.heads, spec.value_dim), np.nan, spec.dtype)
     groups = count * kv_heads * -(-group // head_group)
     scratch = [np.zeros(groups * 16 * head_group * size, np.float32) for size in (spec.value_dim, 2)]
     arrays = (paged.query, paged.key, paged.value, out, *caches, paged.own, paged.other, paged.partner, rows, positions)
@@ -98,9 +107,9 @@ def test_rows_attend_to_what_their_pages_hold(tmp_path, kv_heads, group, sizes, 
         *map(address, (*scratch, counters)),
     )
     with_rope = paged.with_rope(paged.query, positions, is_key=False)
-    keys = paged.with_rope(paged.key, positions, is_key=True).astype(np.float16)
+    keys = paged.with_rope(paged.key, positions, is_key=True).astype(spec.dtype)
     numbers = [heads_of(cache) for cache in caches] if spec.fp8 else caches
-    expected, allowed = paged.expected(lengths, with_rope.astype(np.float16), numbers)
+    expected, allowed = paged.expected(lengths, with_rope.astype(spec.dtype), numbers)
     assert (np.abs(out.astype(np.float64) - expected) <= allowed).all()
     for row in np.flatnonzero(rows >= 0):  # the new token is in its page too
         page = paged.table[row, positions[row] // PAGE]

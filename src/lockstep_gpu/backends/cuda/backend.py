@@ -15,6 +15,7 @@ import onnx
 
 from lockstep.artifacts.assembly import Assembly, GraphFile
 from lockstep.artifacts.dtypes import has_8_bit_activations
+from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import write_bytes
 from lockstep.artifacts.signature import IO
 from lockstep.backends.base import Built, Program
@@ -40,7 +41,7 @@ REVISION = 3  # of the kernels and of what runs them: engines are for exactly th
 
 
 class CudaBackend(PortableGpuBackend):
-    """Kernels of our own and cuBLAS: activations of 16 bits, quantised weights, which products dequantise."""
+    """Kernels of our own and cuBLAS: activations in floating point, quantised weights, which products dequantise."""
 
     name = "cuda"
     gpus = "NVIDIA GPUs of compute capability 8.0 and higher"
@@ -54,6 +55,7 @@ class CudaBackend(PortableGpuBackend):
     def __init__(self) -> None:
         self._host = OnnxRuntimeBackend()
         self._is_required = False  # see `require`
+        self._is_fp32 = False  # the set that is being built: a float32 graph may also be of quantised weights
 
     def version(self) -> str:
         return str(REVISION)
@@ -75,9 +77,9 @@ class CudaBackend(PortableGpuBackend):
         """Yield the engine names and graphs of an assembly: see `Backend.graphs`.
 
         Blocks that take adapters are built twice: with them and without. Raises InputError for an attention variant
-        that fused attention does not run, and for adapters together with quantised weights.
+        that fused attention does not run, and for adapters in fp32 or of quantised weights.
         """
-        if assembly.adapters is not None and assembly.quantization is not None:
+        if assembly.adapters is not None and assembly.dtype == "float32":
             raise InputError(
                 f"backend cuda: expected no adapters in {assembly.precision}, found room for "
                 f"{assembly.adapters.max_adapters}; export without, or in fp16 or bf16"
@@ -88,9 +90,10 @@ class CudaBackend(PortableGpuBackend):
                 "use one GPU, or the backend tensorrt"
             )
         run = with_activations(assembly, self.activations)
-        if assembly.kv_cache_dtype is not None and run.dtype == "bfloat16":
+        if assembly.kv_cache_dtype is not None and run.dtype != "float16":
             raise InputError(
-                f"backend cuda: kv_cache_dtype: expected none in bf16, found {assembly.kv_cache_dtype}; take fp16"
+                f"backend cuda: kv_cache_dtype: expected none in {run.dtype}, found {assembly.kv_cache_dtype}; take "
+                "fp16"
             )
         for name, variant in run.variants.items():
             if reason := why_not_fused(variant, run.dtype):
@@ -101,6 +104,9 @@ class CudaBackend(PortableGpuBackend):
         check_state_mixers(run, "backend cuda")
         yield from with_fused_attention(assembly, assembly.variants)
         yield from base_graphs(assembly)
+
+    def start(self, folder: Path, manifest: EngineSetManifest, names: Sequence[str]) -> None:
+        self._is_fp32 = manifest.precision == "fp32"
 
     def finish(self, names: Sequence[str]) -> dict[str, Any]:
         return {"attention": "fused"}
@@ -113,7 +119,7 @@ class CudaBackend(PortableGpuBackend):
                 compile_block,  # the toolkit is needed only where it compiles
             )
 
-            write_bytes(out_path, compile_block(onnx.load(graph_path)).to_bytes())
+            write_bytes(out_path, compile_block(onnx.load(graph_path), self._is_fp32).to_bytes())
         return Built()
 
     def load(

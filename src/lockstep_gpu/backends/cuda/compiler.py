@@ -8,6 +8,7 @@ are compared with those of the graph first, both in float32 on the CPU.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -35,17 +36,22 @@ from lockstep_gpu.kernels.row_operators import row_kernel
 
 _EXPERT_GROUPS = 32  # columns that a kernel takes at once
 _EXPERTS_TRIED = 8  # with random weights in the comparison: those of all experts are gigabytes
+_FLOAT = onnx.TensorProto.FLOAT
 _FP8_ALIGNED = 16  # columns: each row of fp8 weights starts at an address that 16 divides
 
 
-def compile_block(model: onnx.ModelProto) -> KernelsFile:
-    """Return the kernels and products of a graph.
+def compile_block(model: onnx.ModelProto, is_fp32: bool = False) -> KernelsFile:
+    """Return the kernels and products of a graph. is_fp32: activations are float32, too.
 
     Raises CheckError for an operator without a kernel, for zero points that are inputs, which the kernels do not read,
     and where the results of kernels and products differ from the graph's.
     """
     name = model.graph.name
-    dtype = declared_activations(model) or ("float16" if widened(model) is model else "bfloat16")
+    dtype = declared_activations(model) or "float16"
+    if is_fp32:
+        dtype = "float32"
+    elif widened(model) is not model:
+        dtype = "bfloat16"
     # Kernels compute in float32, so the graph that they are generated from and compared with does, too.
     wide = run_passes(in_float32(model), ChosenExperts())
     try:
@@ -54,9 +60,14 @@ def compile_block(model: onnx.ModelProto) -> KernelsFile:
         for product in _products(cut):
             slots.update(product.slots)
         signature = signature_of(model.graph, slots)
-        stream = residual_stream(wide, signature)
-        kept = stream | _float32_weights(model.graph)
-        cut = with_copies(cut, stream, signature)
+        if is_fp32:
+            stream = set[str]()
+            kept = _floats(cut)
+        else:
+            stream = residual_stream(wide, signature)
+            cut = with_copies(_with_float32_products(cut, model), stream, signature)
+            kept = stream | _float32_weights(model.graph)
+            kept.update(product.output for product in _products(cut) if product.is_float32)
         quantized = {product.input for product in _products(cut) if product.is_fp8}
         kernels = [row_kernel(piece, f"piece_{number}", quantized, kept) for number, piece in enumerate(cut.pieces)]
     except CheckError as error:
@@ -95,6 +106,33 @@ def _float32_weights(graph: onnx.GraphProto) -> set[str]:
     if all(io.dtype not in ("float16", "bfloat16") for io in inputs):
         return set()
     return {io.name for io in inputs if io.dtype == "float32" and not _is_activation(io)}
+
+
+def _floats(cut: CutGraph) -> set[str]:
+    """Return the inputs and outputs of pieces that are floats."""
+    names = set[str]()
+    for piece in cut.pieces:
+        values = (*piece.graph.input, *piece.graph.output)
+        names.update(value.name for value in values if value.type.tensor_type.elem_type == _FLOAT)
+    return names
+
+
+def _with_float32_products(cut: CutGraph, model: onnx.ModelProto) -> CutGraph:
+    """Mark the products that a graph of 16 bits has in float32, as steps of their own: routers, in most cases."""
+    inferred = onnx.shape_inference.infer_shapes(model)
+    if not any(io.dtype in ("float16", "bfloat16") for io in signature_of(model.graph).inputs):
+        return cut
+    wide = {value.name for value in inferred.graph.value_info if value.type.tensor_type.elem_type == _FLOAT}
+    steps = list[int | tuple[Product, ...]]()
+    for step in cut.steps:
+        if isinstance(step, int):
+            steps.append(step)
+            continue
+        marked = [replace(product, is_float32=product.bits == 16 and product.output in wide) for product in step]
+        for is_float32 in (False, True):
+            if group := tuple(product for product in marked if product.is_float32 == is_float32):
+                steps.append(group)
+    return replace(cut, steps=tuple(steps))
 
 
 def _products(cut: CutGraph) -> list[Product]:

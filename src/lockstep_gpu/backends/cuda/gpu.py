@@ -5,7 +5,7 @@ from __future__ import annotations
 from lockstep.errors import is_installed, pip_install
 from lockstep_gpu.compute_capability import compute_capability, needs_gpu
 
-PRECISIONS = ("fp16", "bf16", "w8a16", "w4a16", "w8a8-fp8")
+PRECISIONS = ("fp32", "fp16", "bf16", "w8a16", "w4a16", "w8a8-fp8")
 MODEL_SETTINGS = ("activations", "kv_cache_dtype")
 _PACKAGES = {"cuda.bindings": "cuda-bindings", "cudnn": "nvidia-cudnn-frontend"}
 

@@ -135,6 +135,8 @@ class KernelsProgram(GpuProgram):
 
     def summing(self, kernel: RowKernel, name: str, exchange: Exchange) -> cuda.Kernel | None:
         """Return `kernel` with an all-reduce of its argument `name` in front; None where it cannot have one."""
+        if name in kernel.wide:  # whose sums are of 16 bits
+            return None
         source = kernel.summing(name, math.prod(int(size) for size in self.declared(name)[1:]))
         if source is None:
             return None
@@ -221,7 +223,7 @@ class _Store:
         if kind == SCALES:
             cast = _AS_SCALES
         elif kind != INTEGERS and slot not in self._program.wide:
-            cast = self._cast(slot)
+            cast = self._cast(slot, self._program.dtype)
         return self._put([slot], self._program.slots[slot][0], cast)
 
     def group(self, group: Group, in_one_buffer: bool, rows: dict[str, cuda.Array]) -> SmallWeight:
@@ -242,9 +244,9 @@ class _Store:
             data = self._part(group, 0, None)
             scales = self._part(group, 1, None if first.is_fp8 else _AS_SCALES)
             return SmallWeight(data, scales, first.bits, first.group_size, in_features, outs)
-        cast = self._cast(first.slots[0])
+        cast = self._cast(first.slots[0], _WIDE if first.is_float32 else self._program.dtype)
         if first.transposed:
-            cast = replace(cast or WeightCast(self._program.dtype), transposed=True)
+            cast = replace(cast or WeightCast(self._program.slots[first.slots[0]][1]), transposed=True)
         slots = [product.slots[0] for product in group]
         data = self._put(slots, (num_rows + num_adapter_rows, in_features), cast, room=bool(num_adapter_rows))
         at = num_rows
@@ -267,8 +269,7 @@ class _Store:
         dtype = self._program.slots[slots[0]][1]
         return self._store.put(self._weights, names, tuple(shape), dtype, where, room=room, cast=cast)
 
-    def _cast(self, slot: str) -> WeightCast | None:
-        dtype = self._program.dtype
+    def _cast(self, slot: str, dtype: np.dtype) -> WeightCast | None:
         if self._program.slots[slot][1] == dtype:
             return None
         return WeightCast(dtype)
@@ -371,7 +372,8 @@ class _Call:
     def _share_buffer(self, group: Group) -> None:
         """Make a group's results columns of one buffer."""
         first_column = 0
-        buffer = self._buffer(self._rows(group), sum(product.out_features for product in group))
+        dtype = _WIDE if group[0].is_float32 else None
+        buffer = self._buffer(self._rows(group), sum(product.out_features for product in group), dtype=dtype)
         for product in group:
             self._values[product.output] = _columns_from(buffer, first_column)
             first_column += product.out_features
@@ -420,7 +422,8 @@ class _Call:
             sorted_rows = self._shared.buffer(number, count, (), _EXPERT_ID)
             tiles = self._shared.buffer(number, count, (4,), _EXPERT_ID)
             all_experts = [other.experts for other in self._program.of_experts if other.experts is not None]
-            tile = largest_tile(other.weight for other in all_experts if other.ids == experts.ids)
+            forms = [other.weight for other in all_experts if other.ids == experts.ids]
+            tile = largest_tile(forms, self._program.dtype)
             order = ExpertOrder(stream, ids, experts.weight.count, sorted_rows, tiles, tile)
             self._orders[experts.ids] = order
             sort = order.sort

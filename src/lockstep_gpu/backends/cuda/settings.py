@@ -8,7 +8,7 @@ from lockstep_gpu.compute_capability import total_memory
 
 SETTINGS = BackendSettings(
     precisions=PRECISIONS,
-    lacks="its kernels have activations of 16 bits",
+    lacks="its kernels multiply no integers with integers",
     takes_limits=True,
     runs_ranks=True,
     runs_adapters=("fp16", "bf16"),

@@ -108,7 +108,7 @@ class TensorRTBackend(GpuBackend):
             raise InputError(f"attention: expected one of {', '.join(_ATTENTIONS)}, found {options.get('attention')!r}")
         check_state_mixers(assembly, "backend tensorrt")
         fused = set[str]()
-        if options["attention"] == "fused":
+        if options["attention"] == "fused" and assembly.dtype != "float32":
             fused |= {name for name, variant in assembly.variants.items() if not why_not_fused(variant, assembly.dtype)}
         for name, graph in with_fused_attention(assembly, fused):
             yield name, with_rows(assembly, name, graph)
