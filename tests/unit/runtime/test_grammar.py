@@ -297,7 +297,7 @@ def test_all_spellings_of_a_form(fields: dict[str, Any], expected: Grammar | Non
         ({"guided_regex": "a" * (1 << 19)}, "guided_regex: expected at most 262144 characters, found 524288"),
         ({"guided_choice": []}, "guided_choice: expected a list of texts"),
         ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs: expected one of .* json, regex"),
-        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex: expected one form"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex: expected one constraint"),
     ],
 )
 def test_a_form_that_is_none_is_refused(fields: dict[str, Any], message: str) -> None:
