@@ -14,9 +14,10 @@ LIMITS = {"max_batch_size": 4, "max_num_tokens": 64, "max_seq_len": 128}
 # a softmax, by a sigmoid with a bias in groups, with weights the other way round and their own biases.
 FAMILIES = ("granite_swa", "lfm2", "qwen3_5_text", "bamba", "qwen3_moe", "dots1", "gpt_oss")
 # Soft caps; norms of turned heads; weights [in, out]; parallel branches of one product; learned positions; norms of
-# parts of heads; Mamba-2 together with attention; cosines in a block; layers without a mixer.
+# parts of heads; Mamba-2 together with attention; cosines in a block; layers without a mixer; norms after RoPE; RoPE of
+# parts of keys.
 FAMILIES += ("gemma2", "gemma3_text", "gpt2", "gpt_neox", "opt", "phi", "stablelm", "falcon_h1", "hunyuan_v1_dense")
-FAMILIES += ("nemotron_h",)
+FAMILIES += ("nemotron_h", "llama4_text", "minicpm3")
 IN_BF16 = ("gemma3_text", "lfm2", "gpt_oss")
 IN_FP32 = ("gemma2", "qwen3_5_text", "qwen3_moe", "gpt_oss")
 

@@ -15,6 +15,8 @@ from lockstep.export.markers import DOMAIN
 from lockstep.onnx_tools.values import dtype_of, number, shape_of
 
 _MOVEMENT = frozenset("Cast Concat Expand Identity Neg Reshape Slice Split Squeeze Transpose Unsqueeze".split())
+_SCALING = ("Div", "Mul")  # linear where one operand is of tokens
+_LINEAR = (_MOVEMENT - {"Expand"}) | {"Add", "Gather", "Sub"}  # Expand: one head's numbers for all
 
 
 class Flow:
@@ -65,8 +67,8 @@ class Flow:
         """Return where to cut for one input of an attention: the earliest value with just its numbers.
 
         Of several the one with the narrowest type is preferred. RoPE then becomes part of the batchless graph. Where no
-        such value exists before positions are used (a key that is joined from two tensors), the cut is at the attention
-        and RoPE stays in the block.
+        such value exists before positions are used (a key that is joined from two tensors), or where more than RoPE
+        follows (a norm of its result), the cut is at the attention and RoPE stays in the block.
         """
         width = number(shape_of(value)[1]) * number(shape_of(value)[2])
         _, between = self.walk(value)
@@ -80,10 +82,17 @@ class Flow:
         for index, node in enumerate(self.graph):
             order.update(dict.fromkeys(node.outputs, index))
         for candidate in sorted(fitting, key=lambda v: (dtype_of(v).itemsize, order.get(v, -1))):
-            sources, _ = self.walk(value, stops={candidate})
-            if sources == [candidate]:
+            sources, between = self.walk(value, stops={candidate})
+            if sources == [candidate] and all(self._may_be_rope(node) for node in between):
                 return candidate
         return value
+
+    def _may_be_rope(self, node: ir.Node) -> bool:
+        """Return whether a node reads positions alone, or is linear in the numbers of tokens, head by head."""
+        num_tokens = sum(value in self.tokens for value in node.inputs)
+        if node.op_type in _SCALING:
+            return num_tokens < 2
+        return num_tokens == 0 or node.op_type in _LINEAR
 
 
 def layout_of(value: ir.Value, width: int) -> str | None:

@@ -7,7 +7,7 @@ An expert makes zeros of zeros, so both are the same sum.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 
 import onnx_ir as ir
 
@@ -17,55 +17,88 @@ from lockstep.onnx_tools.values import array_of, attribute, maker, required, siz
 _SHAPING = ("Expand", "Reshape", "Tile", "Unsqueeze")
 
 
+@dataclass(frozen=True)
+class _AllExperts:
+    """Experts that every token goes through.
+
+    Attributes:
+        tokens: [num_tokens, in_features].
+        per_token: The number of experts that a token chooses.
+        scatter: Writes the scores of these, [num_tokens, per_token], among those of all.
+        activations: The nodes that follow it, up to the factors of tokens.
+        first, second: The products with the weights of all experts.
+        total: The sum over experts.
+    """
+
+    tokens: ir.Value
+    per_token: int
+    scatter: ir.Node
+    activations: list[ir.Node]
+    first: ir.Node
+    second: ir.Node
+    total: ir.Node
+
+
 class ChosenExperts(Pass):
     """Gather the weights of a token's experts, where all experts are computed and then summed."""
 
     def call(self, model: ir.Model) -> PassResult:
-        sums = [node for node in model.graph if node.op_type == "ReduceSum" and attribute(node, "keepdims", 1) == 0]
-        count = sum(_gather(model.graph, node) for node in sums)
-        return PassResult(model, bool(count))
+        graph = model.graph
+        is_changed = False
+        for node in [*graph]:
+            mixture = _all_experts(graph, node)
+            if mixture is not None:
+                _gather(graph, mixture)
+                is_changed = True
+        return PassResult(model, is_changed)
 
 
-def _gather(graph: ir.Graph, total: ir.Node) -> bool:
-    """Rewrite the experts that a sum is over; return whether it is one over experts."""
-    axes = array_of(total.inputs[1]) if len(total.inputs) > 1 else None
+def _all_experts(graph: ir.Graph, total: ir.Node) -> _AllExperts | None:
+    """Return the experts that a node sums; None for any other node."""
+    if total.op_type != "ReduceSum" or attribute(total, "keepdims", 1) or len(total.inputs) < 2:
+        return None
+    axes = array_of(total.inputs[1])
     summed = required(total.inputs[0])
-    second = maker(summed, "MatMul") or maker(getattr(maker(summed, "Cast"), "inputs", [None])[0], "MatMul")
-    if axes is None or axes.tolist() != [0] or second is None:
-        return False
-    products = [node for node in graph if _is_stacked(node) and node.outputs[0] in upstream([summed])]
-    first = products[0] if len(products) == 2 and products[1] is second else None
-    scaled = None if first is None else maker(first.inputs[0], "Mul")
-    if first is None or scaled is None:
-        return False
-    for value, other in (scaled.inputs, reversed(scaled.inputs)):
-        chain = [*_upwards(required(value), "Cast", "Reshape", "Sigmoid", "Transpose")]
-        scatter = maker(chain[-1].inputs[0] if chain else None, "ScatterElements")
-        top = None if scatter is None else maker(scatter.inputs[1], "TopK")
-        tokens = [*_upwards(required(other), *_SHAPING)]
-        if scatter is None or top is None or not tokens or all(node.op_type != "Sigmoid" for node in chain):
+    sources = upstream([summed])
+    products = [node for node in graph if _is_stacked(node) and node.outputs[0] in sources]
+    if axes is None or axes.tolist() != [0] or len(products) != 2:
+        return None
+    first, second = products
+    _, result = _chain(summed, "Cast")
+    scaled = maker(first.inputs[0], "Mul")
+    if result is not second.outputs[0] or scaled is None:
+        return None
+    for factors, rows in (scaled.inputs, reversed(scaled.inputs)):
+        activations, scattered = _chain(factors, "Cast", "Reshape", "Sigmoid", "Transpose")
+        _, tokens = _chain(rows, *_SHAPING)
+        scatter = maker(scattered, "ScatterElements")
+        if scatter is None or all(node.op_type != "Sigmoid" for node in activations):
             continue
-        count = array_of(top.inputs[1])
-        if count is None:
-            continue
-        per_token = int(count.reshape(-1)[0])
-        writer = GraphWriter(graph, f"{total.outputs[0].name}/chosen", before=first)
-        scores = required(scatter.inputs[2])
-        for node in reversed(chain):
-            if node.op_type in ("Cast", "Sigmoid"):
-                scores = writer.copy(node, scores, name=f"{node.name}/chosen")
-        rows = writer.op("Unsqueeze", tokens[-1].inputs[0], [1])
-        rows = writer.op("Mul", rows, writer.op("Reshape", scores, [-1, per_token, 1]))
-        first.replace_input_with(0, writer.op("Reshape", rows, [-1, 1, sizes_of(first.inputs[1])[1]]))
-        ids = writer.op("Reshape", scatter.inputs[1], [-1, 1])
-        out_features = sizes_of(second.inputs[1])[2]
-        for node in products:
-            node.replace_input_with(1, writer.op("GatherND", node.inputs[1], ids))
-        writer = GraphWriter(graph, f"{total.outputs[0].name}/sum", before=total)
-        by_token = writer.op("Reshape", summed, [-1, per_token, out_features])
-        writer.op("ReduceSum", by_token, [1], keepdims=0, name=total.name, replaces=total.outputs[0])
-        return True
-    return False
+        choice = maker(scatter.inputs[1], "TopK")
+        count = None if choice is None else array_of(choice.inputs[1])
+        if count is not None:
+            return _AllExperts(tokens, count.item(), scatter, activations, first, second, total)
+    return None
+
+
+def _gather(graph: ir.Graph, mixture: _AllExperts) -> None:
+    _, ids, scores = map(required, mixture.scatter.inputs)
+    name = mixture.total.outputs[0].name
+    in_features = sizes_of(mixture.first.inputs[1])[1]
+    out_features = sizes_of(mixture.second.inputs[1])[2]
+    writer = GraphWriter(graph, f"{name}/chosen", before=mixture.first)
+    for node in mixture.activations:
+        if node.op_type in ("Cast", "Sigmoid"):
+            scores = writer.copy(node, scores, name=f"{node.name}/chosen")
+    rows = writer.op("Unsqueeze", mixture.tokens, [1])
+    rows = writer.op("Mul", rows, writer.op("Reshape", scores, [-1, mixture.per_token, 1]))
+    mixture.first.replace_input_with(0, writer.op("Reshape", rows, [-1, 1, in_features]))
+    columns = writer.op("Reshape", ids, [-1, 1])
+    for node in (mixture.first, mixture.second):
+        node.replace_input_with(1, writer.op("GatherND", node.inputs[1], columns))
+    writer = GraphWriter(graph, f"{name}/sum", before=mixture.total)
+    by_token = writer.op("Reshape", mixture.total.inputs[0], [-1, mixture.per_token, out_features])
+    writer.op("ReduceSum", by_token, [1], keepdims=0, name=mixture.total.name, replaces=mixture.total.outputs[0])
 
 
 def _is_stacked(node: ir.Node) -> bool:
@@ -76,8 +109,10 @@ def _is_stacked(node: ir.Node) -> bool:
     return stack.is_graph_input() and len(sizes_of(stack)) == 3 and all(sizes_of(stack))
 
 
-def _upwards(value: ir.Value, *op_types: str) -> Iterator[ir.Node]:
-    """Yield the chain of nodes of these operators that computes a value, the last one first."""
+def _chain(value: ir.Value | None, *op_types: str) -> tuple[list[ir.Node], ir.Value]:
+    """Return the chain of nodes of these operators that computes a value, and what the first one reads."""
+    nodes: list[ir.Node] = []
     while (node := maker(value, *op_types)) is not None:
-        yield node
-        value = required(node.inputs[0])
+        nodes.insert(0, node)
+        value = node.inputs[0]
+    return nodes, required(value)

@@ -239,11 +239,22 @@ def test_a_model_that_cannot_be_split_is_refused_with_the_reason(config, reason)
             "  part = Slice(both, low, high, axis)  given = Reshape(part, shape)",
             "normed",
         ),
+        ("heads = Reshape(normed, shape)  given = Mul(heads, at)", "normed"),
+        # more than RoPE: a norm of what positions turned; one head for all
+        ("heads = Reshape(normed, shape)  turned = Mul(heads, at)  given = Mul(turned, turned)", "given"),
+        (
+            "heads = Reshape(normed, shape)  turned = Mul(heads, at)  all = Shape(turned)  part = Slice(turned, zero, "
+            "axis, axis)  given = Expand(part, all)",
+            "given",
+        ),
     ],
 )
 def test_queries_are_cut_where_they_are_narrowest_and_there_as_early_as_can_be(way, at):
-    text = f"""<ir_version: 8, opset_import: ["": 20]> g (float16[num_tokens, 8] hidden) => (float[num_tokens, 2, 4] given)
-        <float[1] gain = {{2}}, int64[3] shape = {{-1, 2, 4}}, int64[1] low = {{4}}, int64[1] high = {{12}}, int64[1] axis = {{1}}>
-        {{ f = Cast<to = 1>(hidden)  normed = Mul(f, gain)  {way} }}"""  # noqa: E501
+    text = f"""<ir_version: 8, opset_import: ["": 20]>
+        g (float16[num_tokens, 8] hidden, int64[num_tokens] position_ids) => (float[num_tokens, 2, 4] given)
+        <float[1] gain = {{2}}, int64[3] shape = {{-1, 2, 4}}, int64[1] low = {{4}}, int64[1] high = {{12}},
+         int64[1] axis = {{1}}, int64[1] zero = {{0}}, int64[3] each = {{-1, 1, 1}}>
+        {{ f = Cast<to = 1>(hidden)  normed = Mul(f, gain)  position = Cast<to = 1>(position_ids)
+           at = Reshape(position, each)  {way} }}"""
     graph = ir.serde.deserialize_model(onnx.shape_inference.infer_shapes(onnx.parser.parse_model(text))).graph
     assert Flow(graph, frozenset({"gain"})).cut_value(graph.outputs[0]).name == at

@@ -33,13 +33,10 @@ POSITIONS = 100
 # Halves, with frequencies and weights scaled.
 ALWAYS = {"llama, yarn rope"}
 TWO_KINDS = {"qwen2", "gemma2", "gemma3_text", "smollm3"}
-REFUSED = {
-    "llama4_text": r"other numbers at position \d+",  # normalised after the encoding
-    "minicpm3": r"other numbers at position \d+",  # all heads of keys get the encoding of the first
-}
-# positions in the embedding; keys normalised after the encoding, which then stays in the block
-WITHOUT = {"gpt2", "opt", "hunyuan_v1_dense"}
-OF_QUERIES = {"deepseek_v3"}  # keys get theirs in the block, and neighbours of queries are written into halves
+# positions in the embedding; queries and keys normalised after the encoding, which then stays in the block
+WITHOUT = {"gpt2", "opt", "hunyuan_v1_dense", "llama4_text"}
+# keys get theirs in the block; deepseek_v3 writes neighbours of queries into halves
+OF_QUERIES = {"deepseek_v3", "minicpm3"}
 
 
 @dataclass
@@ -90,13 +87,6 @@ def applied(head: HeadTables, x: np.ndarray, positions: np.ndarray) -> np.ndarra
 def test_the_tables_turn_as_the_graph_does(cut, tmp_path) -> None:
     for name, model in cut.graphs.items():
         run = executable(model, tmp_path)
-        if cut.family in REFUSED:
-            refusal = (
-                f"here: expected RoPE that mixes pairs .*found {REFUSED[cut.family]}; build with attention: traced"
-            )
-            with pytest.raises(CheckError, match=refusal):
-                check_rope_tables(run, POSITIONS, "here")
-            continue
         check_rope_tables(run, POSITIONS, "here")
         tables = read_rope_tables(run, POSITIONS, "here")
         random = np.random.default_rng(1)
