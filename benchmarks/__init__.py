@@ -49,8 +49,9 @@ INSIDE = {
     "backends": "what a backend says of itself, and the default options of a build",
     "gpu": "events of the device, to time its share of a step",
     "gpu.executor": "the parts of a step, each repeated alone",
-    "gpu.ranks.group": "the same",
+    "gpu.plan": "the same",
     "gpu.ranks.rank": "the same",
+    "gpu.runner": "the same",
     "onnx_tools.judge": "how far logits are apart",
     # `models` and `gpu`
     "tolerances": "how far they may be",

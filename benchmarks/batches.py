@@ -140,7 +140,7 @@ def run(
     note(build_seconds=build_seconds(assembly_json, engines, backend, {**LIMITS, **(options or {})}))
     note(**described(engines))
     model = Model.open(engines, assembly_json, weights)
-    model.executor.group.wait_for_weights()
+    model.executor.runner.wait_for_weights()
     left_out: dict[str, str] = {}
     with unless_full(model, "warm-up", left_out, note):
         note(warm_up_seconds=round(timed(model.executor.warm_up)[0], 2))
@@ -225,13 +225,13 @@ def sums(model: Model) -> dict[str, Any]:
     sums_by_tokens = {}
     for tokens in SUMS:
         graphs = []
-        for rank in executor.group.on_each_device():
-            values = rank._buffer("benchmark", (tokens, hidden), np.float16)
+        for rank in executor.runner.on_each_device():
+            values = rank.blocks.buffer("benchmark", (tokens, hidden), np.float16)
             with rank.stream.capture() as graph:
                 for _ in range(SUMS_IN_A_GRAPH):
                     rank.exchange.sum(values)
             graphs.append(graph)
-        times = [microseconds(executor.group, graphs) / SUMS_IN_A_GRAPH for _ in range(5)]
+        times = [microseconds(executor.runner, graphs) / SUMS_IN_A_GRAPH for _ in range(5)]
         sums_by_tokens[str(tokens)] = {"hidden": hidden, "microseconds": spread(times, 2)}
     return sums_by_tokens
 

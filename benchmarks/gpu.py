@@ -214,7 +214,7 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
 def ready(engines: Path, assembly: Path, weights: Path, layers: int | str = "all") -> Model:
     """Return a model whose weights are on the device."""
     model = Model.open(engines, assembly, weights, layers, **LIMITS)
-    model.executor.group.wait_for_weights()
+    model.executor.runner.wait_for_weights()
     return model
 
 

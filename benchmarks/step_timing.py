@@ -10,8 +10,8 @@ from lockstep import InputError
 if TYPE_CHECKING:  # they load CUDA's libraries
     from lockstep_gpu import cuda
     from lockstep_gpu.executor import GpuExecutor
-    from lockstep_gpu.ranks.group import RankGroup
-    from lockstep_gpu.ranks.rank import StepCalls
+    from lockstep_gpu.ranks.rank import PassCalls
+    from lockstep_gpu.runner import StepRunner
 
 ROUNDS = 20  # of each timing
 
@@ -22,7 +22,7 @@ def breakdown(executor: GpuExecutor, batch: int) -> dict[str, float]:
     Each kind of call is repeated alone in a graph; "gaps": the rest of the step. Afterwards the rows have the tokens
     that they had. Raises InputError where a row has no room: repeated calls append tokens to its cache.
     """
-    from lockstep_gpu.executor import bucket
+    from lockstep_gpu.plan import bucket
 
     lengths = executor.lengths[:batch]
     count = bucket(batch, executor.num_slots)
@@ -32,16 +32,17 @@ def breakdown(executor: GpuExecutor, batch: int) -> dict[str, float]:
             f"breakdown: expected room for {end - lengths.max()} more tokens in each row, at "
             f"most {executor.max_seq_len} (max_seq_len), found a row of {lengths.max()}"
         )
-    executor._last_prompt = executor._in_flight = None
-    executor.group.reserve(dict.fromkeys(range(batch), end), executor.lengths)
-    steps = executor.decode_calls(count, executor._adapted(range(batch)), executor._drawn(range(batch)))
-    for rank in executor.group.on_each_device():
+    executor.drop_step()
+    runner = executor.runner
+    runner.reserve(dict.fromkeys(range(batch), end), executor.lengths)
+    calls = runner.decode_pass(count, runner.adapted(range(batch)), runner.drawn(range(batch)))
+    for rank in runner.on_each_device():
         rank.state.decode(range(batch), [0] * batch, lengths.tolist(), rank.stream)
-    while steps[0].graph is None:
-        executor.group.launch(steps)
+    while calls[0].graph is None:
+        runner.launch(calls)
     try:
-        times = microseconds_by_name(executor.group, steps)
-        step_time = microseconds(executor.group, [step.graph for step in steps if step.graph])
+        times = microseconds_by_name(runner, calls)
+        step_time = microseconds(runner, [rank_calls.graph for rank_calls in calls if rank_calls.graph])
     finally:
         for rank in executor.ranks:
             rank.state.invalidate_tokens()
@@ -55,51 +56,50 @@ def breakdown_prefill(executor: GpuExecutor) -> dict[str, float]:
 
     Raises InputError if that step had not exactly one prompt.
     """
-    if executor._last_prompt is None:
+    step = executor.last_step
+    if step is None or len(step.plan.chunks) != 1 or step.plan.decoding:
         raise InputError("breakdown: expected a step with one prompt just before, found none")
-    steps, slots = executor._last_prompt
-    executor._last_prompt = executor._in_flight = None
+    executor.drop_step()
     try:
-        return microseconds_by_name(executor.group, steps)
+        return microseconds_by_name(executor.runner, step.passes[0].calls)
     finally:
         for rank in executor.ranks:
             rank.state.invalidate_tokens()
-        for slot in slots:
-            executor.reset(slot)
+        executor.reset(step.plan.chunks[0].slot)
 
 
-def microseconds_by_name(group: RankGroup, steps: Sequence[StepCalls]) -> dict[str, float]:
+def microseconds_by_name(runner: StepRunner, calls: Sequence[PassCalls]) -> dict[str, float]:
     """Return {call: microseconds} of each rank; ranks run at the same time."""
-    return {name: round(microseconds(group, _alone(group, steps, name)), 1) for name in dict(steps[0].calls)}
+    return {name: round(microseconds(runner, _alone(runner, calls, name)), 1) for name in dict(calls[0].calls)}
 
 
-def microseconds(group: RankGroup, graphs: Sequence[cuda.Graph]) -> float:
+def microseconds(runner: StepRunner, graphs: Sequence[cuda.Graph]) -> float:
     """Return the microseconds of one launch of each rank's graph, on the first device."""
     from lockstep_gpu import cuda
 
-    _launch(group, graphs)
+    _launch(runner, graphs)
     first = cuda.Event()
     last = cuda.Event()
-    first.record(group.ranks[0].stream)
+    first.record(runner.ranks[0].stream)
     for _ in range(ROUNDS):
-        _launch(group, graphs)
-    last.record(group.ranks[0].stream)
+        _launch(runner, graphs)
+    last.record(runner.ranks[0].stream)
     last.wait()
     return last.milliseconds_since(first) * 1e3 / ROUNDS
 
 
-def _alone(group: RankGroup, steps: Sequence[StepCalls], name: str) -> list[cuda.Graph]:
+def _alone(runner: StepRunner, calls: Sequence[PassCalls], name: str) -> list[cuda.Graph]:
     """Return a graph for each rank, of its calls of this name alone."""
     graphs = []
-    for rank, step in zip(group.on_each_device(), steps):
+    for rank, rank_calls in zip(runner.on_each_device(), calls):
         with rank.stream.capture() as graph:
-            for of, call in step.calls:
+            for of, call in rank_calls.calls:
                 if of == name:
                     call()
         graphs.append(graph)
     return graphs
 
 
-def _launch(group: RankGroup, graphs: Sequence[cuda.Graph]) -> None:
-    for rank, graph in zip(group.on_each_device(), graphs):
+def _launch(runner: StepRunner, graphs: Sequence[cuda.Graph]) -> None:
+    for rank, graph in zip(runner.on_each_device(), graphs):
         graph.launch(rank.stream)

@@ -13,8 +13,9 @@ import numpy as np
 
 from lockstep.step.network import LayerState
 from lockstep_gpu import cuda
-from lockstep_gpu.attention.base import Arrays, Calls, Chunks, PassTokens, SlicedAttention
+from lockstep_gpu.attention.base import Arrays, Calls, PassTokens, SlicedAttention
 from lockstep_gpu.kernels.library import including
+from lockstep_gpu.plan import Chunks
 from lockstep_gpu.staging import Staging
 from lockstep_gpu.state_kernels import THREADS, StateKernelSpec
 

@@ -122,7 +122,7 @@ def last_page_is_the_one_before(right):
         if self._sent != sent:
             last = self._tables.pool.num_pages - 1
             self._host_table[self._host_table == last] = last - 1
-            self._table_staging.send(self._stream, [(self._table, self._host_table)])
+            self._table_staging.send(self._stream, [(self.table, self._host_table)])
         return moved
 
     return reserve

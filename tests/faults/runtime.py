@@ -287,7 +287,7 @@ def table(spoil: Callable[[np.ndarray], None]) -> Change:
             moved = right(self, ends, lengths)
             if self._sent != sent:
                 spoil(self._host_table)
-                self._table_staging.send(self._stream, [(self._table, self._host_table)])
+                self._table_staging.send(self._stream, [(self.table, self._host_table)])
             return moved
 
         return reserve

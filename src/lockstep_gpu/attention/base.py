@@ -15,14 +15,12 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from lockstep_gpu import cuda
+from lockstep_gpu.plan import Chunks
 
-SMALLEST_CHUNK = 16  # tokens that fused attention pads a chunk to, at least
-LARGEST_BATCH = 4  # prompts in one call of fused attention
 Arrays = Mapping[str, cuda.Array]
 Call = Callable[[], None]
 Calls = list[tuple[str, Call]]  # each with the name that its time is reported under
 Buffer = Callable[[str, Sequence[int], np.dtype], cuda.Array]  # (name, shape, dtype) -> an array that all steps share
-Chunks = Sequence[tuple[int, int, int, int]]  # (row, position of the first token, first packed token, end)
 
 
 class Part(NamedTuple):
@@ -54,11 +52,6 @@ class PassTokens:
     @property
     def num_tokens(self) -> int:
         return self.rows.shape[0]
-
-
-def padded(tokens: int) -> int:
-    """Return the number of tokens that fused attention pads a chunk to."""
-    return max(SMALLEST_CHUNK, 1 << (tokens - 1).bit_length())
 
 
 class Attention(Protocol):

@@ -19,10 +19,11 @@ import numpy as np
 
 from lockstep.errors import CheckError, note
 from lockstep_gpu import cuda
-from lockstep_gpu.attention.base import LARGEST_BATCH, Call, Chunks, PassTokens, padded
+from lockstep_gpu.attention.base import Call, PassTokens
 from lockstep_gpu.attention.fp8_pages import Fp8Pages
 from lockstep_gpu.attention.kernel_spec import PAGE, AttentionKernelSpec, PagedTokens, page_shape
 from lockstep_gpu.libraries import require_cudnn
+from lockstep_gpu.plan import LARGEST_BATCH, Chunks, padded_chunk
 from lockstep_gpu.staging import Staging
 
 cudnn = require_cudnn()
@@ -108,7 +109,7 @@ class PromptAttention:
         offsets: list[int] = []
         for first in range(0, len(chunks), LARGEST_BATCH):
             batch = chunks[first : first + LARGEST_BATCH]
-            longest = padded(max(high - low for _, _, low, high in batch))
+            longest = padded_chunk(max(high - low for _, _, low, high in batch))
             self._batches.append(_Batch(longest, first, first + len(batch), len(offsets)))
             offsets += [low for _, _, low, _ in batch] + [batch[-1][3]]
         count = len(chunks)
@@ -183,7 +184,7 @@ class PromptAttention:
                 )
             for number in range(batch.first, batch.last):
                 _, _, low, high = self._chunks[number]
-                plan = _plan(replace(size, batch=1, tokens=padded(high - low)), self._stream)
+                plan = _plan(replace(size, batch=1, tokens=padded_chunk(high - low)), self._stream)
                 key = (0, 0, batch.tokens) if is_alone else None
                 yield PromptCall(plan, slice(low, high), self._arrays(number, number + 1), key)
 

@@ -10,8 +10,9 @@ import numpy as np
 
 from lockstep.step.network import LayerAttention
 from lockstep_gpu import cuda
-from lockstep_gpu.attention.base import Arrays, Buffer, Calls, Chunks, PassTokens, SlicedAttention
+from lockstep_gpu.attention.base import Arrays, Buffer, Calls, PassTokens, SlicedAttention
 from lockstep_gpu.kernels.step_kernels import Kernels
+from lockstep_gpu.plan import Chunks
 from lockstep_gpu.program import GpuExecutable
 
 FIRST_CAPACITY = 64

@@ -305,7 +305,7 @@ def test_the_demo_says_what_transformers_says(references, demo_bf16, gpu, tmp_pa
 @pytest.mark.long
 def test_prompts_are_graphs_of_their_parts_and_whole_where_they_come_often(references, gpu, tmp_path, monkeypatch):
     """Alone, several in one call of attention, and with rows that decode: padded, and each as without a graph."""
-    monkeypatch.setattr("lockstep_gpu.executor.CAPTURED_AFTER", 3)
+    monkeypatch.setattr("lockstep_gpu.runner.CAPTURED_AFTER", 3)
     engines = built(references, "fp16", tmp_path, model="demo-llama")
     name = "demo-llama"
     pair = references.assembly(name, "fp16"), references.weights(name, "fp16")

@@ -201,13 +201,12 @@ def test_a_decode_step_is_a_graph_on_each_device(open_model, gpu, form: Form) ->
 @pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
 def test_blocks_and_attention_of_passes_are_graphs(open_model, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same bits: called one by one, captured, launched again, and captured whole."""
-    from lockstep_gpu import executor
-    from lockstep_gpu.ranks import rank as ranks
+    from lockstep_gpu import runner
 
-    monkeypatch.setattr(ranks, "CAPTURED_TOKENS_OF_RANKS", 0)
+    monkeypatch.setattr(runner, "CAPTURED_TOKENS_OF_RANKS", 0)
     called = [logits for _, logits in steps(open_model())]
     monkeypatch.undo()
-    monkeypatch.setattr(executor, "CAPTURED_AFTER", 3)
+    monkeypatch.setattr(runner, "CAPTURED_AFTER", 3)
     model = open_model()
     for _ in range(4):
         for (_, actual), expected in zip(steps(model), called, strict=True):
@@ -219,8 +218,8 @@ def test_blocks_and_attention_of_passes_are_graphs(open_model, monkeypatch: pyte
         # of prompts of 45 and 8 tokens, of 100 together with a row, of 24 and 1 together with two: padded
         assert {key[2] for key in rank.graphs if key[0] == "block"} == {64, 128, 32}
         assert {key[0] for key in rank.graphs} == {"block", "decode", "prompts"}
-    full = model.executor.captured.values()
-    assert len(full) == 4 and all(step.graph is not None for steps in full for step in steps)
+    full = model.executor.runner.captured.values()
+    assert len(full) == 4 and all(calls.graph is not None for by_rank in full for calls in by_rank)
 
 
 @pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
@@ -255,7 +254,7 @@ def test_few_rows_are_summed_by_the_kernel_that_reads_them(open_model, gpu, form
             advances = [Advance(0, np.array([1]), 20 + number), Advance(1, np.array([7]), 9 + number)]
             rows.append(model.step(advances).tobytes())
             launches = launches or gpu.plain - plain
-        return rows, launches + form[3] * fused * [n for n, _ in model.executor.group.last[0].calls].count("sum")
+        return rows, launches + form[3] * fused * [n for n, _ in model.executor.runner.last[0].calls].count("sum")
 
     fused = True
     expected = decode()
@@ -272,16 +271,16 @@ def test_logits_are_gathered_where_they_are_asked_for(open_model, form: Form) ->
     full = lambda key: key[-1] != "part"
 
     def clear() -> None:
-        for rank in model.executor.group.on_each_device():
-            for key, array in rank.logit_buffers.items():
+        for rank in model.executor.runner.on_each_device():
+            for key, array in rank.blocks.logit_buffers.items():
                 if full(key):
                     rank.stream.upload(array, np.full(array.shape, np.nan, array.dtype))
             rank.stream.synchronize()
 
     def gathered() -> bool:
         results = []
-        for rank in model.executor.group.on_each_device():
-            for key, array in rank.logit_buffers.items():
+        for rank in model.executor.runner.on_each_device():
+            for key, array in rank.blocks.logit_buffers.items():
                 if full(key):
                     results.append(np.empty(array.shape, array.dtype))
                     rank.stream.download(results[-1], array)
@@ -443,7 +442,7 @@ def test_a_step_that_ended_is_no_device_that_hangs(open_model, monkeypatch, capf
         model.step([Advance(0, np.arange(6), 0)])
     time.sleep(0.5)
     assert not codes and not capfd.readouterr().err
-    watch = weakref.ref(model.executor.group.watch)
+    watch = weakref.ref(model.executor.runner.watch)
     del model
     gc.collect()
     assert watch() is None, "the thread holds no model"

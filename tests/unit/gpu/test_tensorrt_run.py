@@ -435,7 +435,7 @@ def test_rows_decode_in_the_pass_of_prompts(demo, open_model, form, gpu, monkeyp
     state = executor.ranks[0].state
     pair.step(0, 1, prompts=[(2, 30), (3, 5)])
     assert gpu.launches == launches and [array.address for array in fetched] == [state.next_tokens.address]
-    assert [name for name, _ in executor.group.last[0].calls].count("block") == len(executor.ranks[0].network.layers)
+    assert [name for name, _ in executor.runner.last[0].calls].count("block") == len(executor.ranks[0].network.layers)
     assert state.token_ids.address not in [array.address for array in sent]
     for slots in ((0, 1, 2, 3), (0, 1, 2, 3), (1, 3), (0, 1, 2, 3)):
         sent.clear()
@@ -469,32 +469,23 @@ def test_rows_decode_by_themselves_where_prompts_would_take_the_profile_of_longe
         1, 4, 4, 512, 512, 1024, 2048,
     ]  # fmt: skip
     model.step_tokens([Advance(0, np.arange(9), 0)])
-    for length, (count, expected) in enumerate(
-        ((4, "send"), (511, "send_mixed"), (512, "send"), (30, "send_mixed")), 9
-    ):
-        prompts = model.executor.ranks[0].prompts
-        sent = []
-        for name in ("send", "send_mixed"):
-            real = getattr(prompts, name)
-            setattr(prompts, name, lambda *arguments, real=real, name=name: (sent.append(name), real(*arguments))[1])
+    for length, (count, num_passes) in enumerate(((4, 2), (511, 1), (512, 2), (30, 1)), 9):
         halves = [Advance(1, np.arange(count // 2), 0), Advance(2, np.arange(count - count // 2), 0)]
         model.step_tokens([Advance(0, np.array([5]), length), *halves])
-        assert sent == [expected]
-        del prompts.send, prompts.send_mixed
+        assert len(model.executor.last_step.passes) == num_passes
 
 
 def put_passes(model, monkeypatch):
     """Fills with the lengths of what each step brings that is put on the streams."""
-    executor = model.executor
+    runner = model.executor.runner
     put = []
-    put_passes = executor.enqueue_passes
+    enqueue = runner.enqueue
     monkeypatch.setattr(
-        executor,
-        "enqueue_passes",
-        lambda decoding, chunks: (
-            put.append([len(chunk.tokens) for chunk in (*decoding, *chunks)]),
-            put_passes(decoding, chunks),
-        )[1],
+        runner,
+        "enqueue",
+        lambda plan: (put.append([len(advance.tokens) for advance in (*plan.decoding, *plan.chunks)]), enqueue(plan))[
+            1
+        ],
     )
     return put
 
@@ -745,12 +736,12 @@ def test_a_prompt_is_worked_on_while_it_is_prepared_and_may_fail_half_way(
 ):
     """A new request and one that goes on, with a row that decodes: the rows hold what they held, and the next step
     finds nothing of it."""
-    from lockstep_gpu import prompt_blocks
+    from lockstep_gpu.ranks import blocks
 
     models = Both(demo, open_model, form[1], "all")
     models.step(prompts=[(0, 8), (1, 5)])
     results = []
-    prepare = prompt_blocks.PromptPass.calls
+    prepare = blocks.PrefillPass.calls
 
     def broken(*arguments):
         if len(results) == fails:
@@ -762,7 +753,7 @@ def test_a_prompt_is_worked_on_while_it_is_prepared_and_may_fail_half_way(
     before = gpu.plain
     lengths = [models.found.length(slot) for slot in range(3)]
     with monkeypatch.context() as patched:
-        patched.setattr(prompt_blocks.PromptPass, "calls", broken)
+        patched.setattr(blocks.PrefillPass, "calls", broken)
         with pytest.raises(CheckError, match="no more memory"):
             models.found.step([Advance(0, np.array([3]), 9), Advance(1, np.arange(4), 5), Advance(2, np.arange(60), 0)])
     assert gpu.plain > before and [models.found.length(slot) for slot in range(3)] == lengths
@@ -964,12 +955,13 @@ def test_requests_that_are_left_in_high_slots_move_to_low_ones_with_their_tokens
     alone = [tokens_of(Engine(model, prefix_caching=False), [request])[0, 0] for request in requests]
     engine = Engine(model, prefix_caching=False)
     rows = []
-    decode_calls = model.executor.decode_calls
-    model.executor.decode_calls = lambda count, *arguments: (rows.append(count), decode_calls(count, *arguments))[1]
+    runner = model.executor.runner
+    decode_pass = runner.decode_pass
+    runner.decode_pass = lambda count, *arguments: (rows.append(count), decode_pass(count, *arguments))[1]
     try:
         tokens = tokens_of(engine, requests)
     finally:
-        del model.executor.decode_calls
+        del runner.decode_pass
     assert [tokens[number, 0] for number in range(4)] == alone
     assert rows[0] == 4 and rows[-1] == (4 if form[2] == "traced" else 1)
 
@@ -1162,7 +1154,7 @@ def test_pages_of_a_step_are_not_told_to_the_step_before(open_model, gpu):
     (attention,) = executor.ranks[0].attentions
     pages = [list(executor.tables[slot]) for slot in range(4)]
     for ends in ({1: 65}, {0: 1, 2: 130, 1: 128}):
-        executor.group.reserve(ends, lengths)
+        executor.runner.reserve(ends, lengths)
         pages.append([[*executor.tables[slot], 0, 0, 0, 0][:4] for slot in range(4)])
         if len(pages) == 5:
             executor.ranks[0].stream.download(table, attention.table)
