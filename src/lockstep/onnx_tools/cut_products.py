@@ -263,7 +263,7 @@ class _Cut:
             (out,) = node.outputs
             weight = add_input(graph, f"{out.name}/weight", dtype, shape)
             GraphWriter(graph, before=node).op("Gemm", node.inputs[0], weight, transB=1, replaces=out)
-        remove_unused(graph)
+            graph.remove(node)
         infer_types(copy)
         return _values(graph)
 

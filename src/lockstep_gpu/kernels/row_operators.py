@@ -18,7 +18,7 @@ import onnx_ir as ir
 from onnx import numpy_helper
 
 from lockstep.errors import CheckError
-from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, run_passes
+from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, replace, run_passes
 from lockstep.onnx_tools.types import attributes_of
 from lockstep.onnx_tools.values import attribute, required
 from lockstep_gpu.kernels.row_kernels import SCALES_TIMES, RowKernel
@@ -475,7 +475,7 @@ _STORED_RULES: Mapping[str, StoredRule] = {
 
 
 class InParts(Pass):
-    """Write norms and softmaxes over one axis as the operators that they are made of."""
+    """Write norms, softmaxes and ArgMax over one axis as other operators."""
 
     def call(self, model: ir.Model) -> PassResult:
         graph = model.graph
@@ -489,6 +489,11 @@ class InParts(Pass):
                 below = writer.op("Sub", scores, writer.op("ReduceMax", scores, [axis]))
                 numbers = writer.op("Exp", below)
                 writer.op("Div", numbers, writer.op("ReduceSum", numbers, [axis]), replaces=out)
+                is_changed = True
+            elif node.op_type == "ArgMax" and attribute(node, "keepdims", 1) and axis == -1:
+                results = [f"{out.name}/largest", f"{out.name}/index"]
+                _, index = writer.several("TopK", required(node.inputs[0]), [1], results=results, axis=axis)
+                replace(out, index)
                 is_changed = True
             elif node.op_type == "LayerNormalization" and not statistics and axis == -1:
                 _norm(writer, node)

@@ -173,7 +173,8 @@ agraph (int64[num_tokens] at, float16[9, W] table) => (float16[1, num_tokens, W]
 }""".replace("int64[1] first = {0}", "int64[1] first = {0}, int64[1] minus = {-1}")
 # Scores in two groups, of which one is left, then two experts of that, and their weights.
 ROUTED = """
-agraph (float16[num_tokens, 8] a, float16[8] bias) => (int64[num_tokens, 2] ids, float16[num_tokens, 2] y)
+agraph (float16[num_tokens, 8] a, float16[8] bias)
+=> (int64[num_tokens, 2] ids, int64[num_tokens, 1] best_id, float16[num_tokens, 2] y)
 <int64[3] groups = {-1, 2, 4}, int64[2] flat = {-1, 8}, int64[1] one = {1}, int64[1] two = {2}, int64[1] last = {-1},
  float none = {-inf}> {
     wide = Cast<to = 1>(a)
@@ -195,6 +196,7 @@ agraph (float16[num_tokens, 8] a, float16[8] bias) => (int64[num_tokens, 2] ids,
     is_out = Not(is_in)
     left = Where(is_out, none, chosen)
     unread_three, ids = TopK<axis = -1, sorted = 0>(left, two)
+    best_id = ArgMax<axis = -1>(left)
     weights = GatherElements<axis = 1>(score, ids)
     y = Cast<to = 10>(weights)
 }""".replace("    ones = Exp", "    group_float = Cast<to = 1>(group)\n    ones = Exp")
