@@ -267,7 +267,7 @@ class GpuExecutor:
         chunks = StepPlan.of(plan.chunks)
         self._reserve(chunks, step.plan.lengths_after(self.lengths))
         chunk_step = self.runner.enqueue(chunks)
-        chunk_step.passes += step.passes
+        chunk_step.passes[:0] = step.passes  # before it: a row in flight may be of a slot that has a chunk now
         return plan, chunk_step
 
     def _computes(self, step: EnqueuedStep, plan: StepPlan) -> bool:
