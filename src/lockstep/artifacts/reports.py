@@ -206,8 +206,8 @@ class ComparisonReport(Report):
 class TokenDifference:
     """The first token that differs; None for both where their number differs.
 
-    gap: between the reference's two likeliest logits. accepted: both are equally likely. The texts: before it, and
-    added by each token.
+    gap: between the reference's two likeliest logits, None where not finite. accepted: both are equally likely. The
+    texts: before it, and added by each token.
     """
 
     step: int

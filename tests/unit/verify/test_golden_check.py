@@ -165,6 +165,29 @@ def test_nan_fails(copy, tmp_path):
     assert report["max_logit_error"] is None
 
 
+def test_nan_beside_other_requests_fails_where_requests_alone_are_right(copy, tmp_path):
+    """The batch, whose logits are NaN, is then what another run is compared with."""
+
+    def spoil(graph):
+        scale_logits(1.0)(graph)
+        constants = {"axis": np.array(0), "one": np.array(1), "nan": np.float32(np.nan), "right": np.float32(1)}
+        graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in constants.items())
+        nodes = [("Shape", "before"), ("Gather", "shape axis"), ("Greater", "count one"), ("Where", "more nan right")]
+        outputs = ("shape", "count", "more", "spoilt")
+        graph.node[-1].input[1] = "spoilt"
+        planted = graph.node.pop()
+        graph.node.extend(
+            onnx.helper.make_node(kind, inputs.split(), [output], name=f"planted {output}")
+            for (kind, inputs), output in zip(nodes, outputs)
+        )
+        graph.node.append(planted)
+
+    edit_graph(copy, "exit", spoil)
+    report = fails(copy, tmp_path, "prompt 'San Francisco is a', step ")
+    gaps = [difference["gap"] for entry in report["prompts"] for difference in entry["alone_differences"]]
+    assert None in gaps
+
+
 def test_another_token_fails_and_is_named_with_its_gap(copy, tmp_path):
     edit_graph(copy, "exit", scale_logits(-1.0))
     first = read_json(copy.reference("demo-llama", 2))["prompts"][0]

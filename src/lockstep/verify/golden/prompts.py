@@ -18,6 +18,7 @@ from lockstep.errors import InputError
 from lockstep.tolerances import Tolerances
 from lockstep.verify.golden.forced import Forced
 from lockstep.verify.golden.text import new_text
+from lockstep.verify.metrics import finite
 from lockstep.verify.noise import LogitBounds, LogitNoise
 
 
@@ -172,7 +173,7 @@ def first_difference(
         f"{tolerance:.3g}, here it is {gap:.3g}"
     )
     texts = _token_texts(prompt, expected, actual, step, decode)
-    difference = TokenDifference(step, expected[step], actual[step], gap, accepted, *texts)
+    difference = TokenDifference(step, expected[step], actual[step], finite(gap), accepted, *texts)
     if accepted:
         return difference, None
     return difference, (step, wrong)
