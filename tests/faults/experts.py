@@ -9,7 +9,7 @@ from typing import Any
 from onnx import NodeProto
 
 from faults.edit import Edit, Value
-from faults.fault import ASSEMBLY, BEHIND, HOST, Fault, change
+from faults.fault import ASSEMBLY, BEHIND, FLOATS, HOST, Fault, change
 
 Assembly = dict[str, Any]
 
@@ -67,8 +67,10 @@ def first_two_experts(names: list[str]) -> list[str]:
 fault = partial(Fault, model="experts", backends=HOST)
 # fmt: off
 FAULTS = (
-    fault("expert-next", "each token takes the experts behind its own", BEHIND, next_expert("experts.")),
-    fault("expert-down-next", "the down projection is the next expert's", BEHIND, next_expert("down_proj")),
+    fault("expert-next", "each token takes the experts behind its own", BEHIND, next_expert("experts."),
+          precisions=FLOATS),
+    fault("expert-down-next", "the down projection is the next expert's", BEHIND, next_expert("down_proj"),
+          precisions=FLOATS),
     fault("expert-shares-reversed", "the first expert counts as the last", BEHIND, shares(reversed_order)),
     fault("expert-shares-alike", "all experts of a token count the same", BEHIND, shares(all_alike)),
     fault("router-1.05", "the router's logits times 1.05", BEHIND, router_larger),
