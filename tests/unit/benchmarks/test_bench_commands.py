@@ -181,9 +181,9 @@ def _(case: Here) -> Sequence[Any]:
     return "--shape", case.shape, "--build", "cuda", *ONE_ROUND
 
 
-@starts("models", "models llama result")
+@starts("models", "families Qwen3 result")
 def _(case: Here) -> Sequence[Any]:
-    return ["llama"]
+    return ["Qwen3"]
 
 
 @starts("gpu", "check all passes")

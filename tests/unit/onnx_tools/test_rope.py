@@ -223,7 +223,7 @@ def test_a_handmade_encoding_is_read(tmp_path, heads) -> None:
     # cosine and sine in float32: the last bit of theirs
     np.testing.assert_allclose(tables.query.first_weight, np.cos(np.tile(angles, 2)), atol=2**-23)
     np.testing.assert_allclose(
-        tables.query.other, np.concatenate([-np.sin(angles), np.sin(angles)], axis=1), atol=2**-23
+        tables.query.second_weight, np.concatenate([-np.sin(angles), np.sin(angles)], axis=1), atol=2**-23
     )
     assert read_rope_tables(run, 1, "here").query.first_weight.tolist() == [[1, 1, 1, 1]]
 

@@ -25,7 +25,6 @@ from lockstep.manifests.manifest_files import content, failed_path
 from lockstep.provenance import code_identity, diff, explain
 from lockstep.provenance import run as stage
 from lockstep.provenance.lock import Lock, is_absent
-from lockstep.provenance.lock import diff as lock_diff
 from lockstep.provenance.lock_update import is_looser
 from lockstep.provenance.statements import build_key, read_statement
 from lockstep.provenance.verify import verify
@@ -310,12 +309,12 @@ def test_a_difference_is_in_words_with_both_values() -> None:
 def test_what_is_no_lock_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.lock.json").write_text("{}")
     with pytest.raises(InputError, match="expected format 'lockstep.lock/5'"):
-        lock_diff(tmp_path / "a.lock.json", tmp_path / "a.lock.json")
+        Lock.load(tmp_path / "a.lock.json")
     with pytest.raises(InputError, match="expected a file, found none; write one with"):
-        lock_diff(tmp_path / "b", tmp_path / "b")
+        Lock.load(tmp_path / "b")
     (tmp_path / "my.yaml").write_text("models: {}")  # not to be deleted
     with pytest.raises(InputError, match="my.yaml: expected JSON, found .*; take the lock as it was committed"):
-        lock_diff(tmp_path / "my.yaml", tmp_path / "a.lock.json")
+        Lock.load(tmp_path / "my.yaml")
 
 
 def test_a_lock_is_written_as_it_was_read(tmp_path: Path) -> None:

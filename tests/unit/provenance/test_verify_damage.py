@@ -26,7 +26,7 @@ from lockstep.artifacts.statement import DIGEST
 from lockstep.errors import LockstepError
 from lockstep.provenance import run as stage
 from lockstep.provenance.explain import explain
-from lockstep.provenance.lock import diff
+from lockstep.provenance.lock import Lock
 from lockstep.provenance.lock_update import updated_lock
 from lockstep.provenance.lockfile import lock_entries
 from lockstep.provenance.verify import SAME, Finding, verify
@@ -107,7 +107,7 @@ def look(root: Path) -> None:
     results = root / "results"
     lock = root / "locks" / f"{MODEL}.lock.json"
     for call in (
-        lambda: diff(lock, lock), lambda: explain(CONFIG, Results(results), TARGET), lambda: updated_lock(results, MODEL, lock),  # noqa: E501
+        lambda: Lock.load(lock), lambda: explain(CONFIG, Results(results), TARGET), lambda: updated_lock(results, MODEL, lock),  # noqa: E501
         lambda: list(lock_entries(results, MODEL)),
     ):  # fmt: skip
         try:
