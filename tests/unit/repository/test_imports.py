@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from lockstep.plugins import backend_packages
 from lockstep.provenance.code_imports import PACKAGES, SOURCES, file_of, imports
@@ -74,6 +78,44 @@ def named(path: Path) -> set[Path]:
 def test_each_module_is_in_a_package_of_the_list() -> None:
     places = {path.relative_to(SOURCES / "lockstep").parts[0] for path in MODULES if package(path) == "lockstep"}
     assert {place.removesuffix(".py") for place in places} == {*LAYERS}
+
+
+@functools.cache
+def module_names(path: Path) -> set[str]:
+    """The names that a module gives a value, outside of its functions and classes."""
+    names = set()
+    nodes: list[ast.AST] = [*ast.parse(path.read_text()).body]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names.update(alias.asname or alias.name for alias in node.names)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        nodes += ast.iter_child_nodes(node)
+    return names
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "tests", "workflow"])
+def test_names_that_are_imported_from_the_packages_exist(folder: str) -> None:
+    """In functions too: those of long tests and of commands that no CI runs are found by nothing else."""
+    missing = []
+    for path in (SOURCES.parent / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or node.module is None:
+                continue
+            if node.level or node.module.partition(".")[0] not in PACKAGES:
+                continue
+            file = file_of(node.module)
+            names = set() if file is None else module_names(file)
+            if "__getattr__" in names:  # of a module that loads its names when they are asked for
+                continue
+            for alias in node.names:
+                if alias.name not in names and file_of(f"{node.module}.{alias.name}") is None:
+                    missing.append(f"{path.relative_to(SOURCES.parent)}:{node.lineno}: {node.module}.{alias.name}")
+    assert not missing
 
 
 def test_imports_run_one_way() -> None:

@@ -421,7 +421,8 @@ def test_validation_runs_the_ranks(shared: Shared, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_the_demo_is_golden_and_served_on_two_ranks(references: Results, shared: Shared, tmp_path: Path) -> None:
     """With prefix reuse, under load, behind an engine that was killed; and by the command with its option."""
-    from lockstep_serve import check as served  # loads what a server needs
+    from lockstep.verify.served import check as served  # loads what a server needs
+    from lockstep_serve.checked import open_server
 
     results = Results(shared.folder("demo-ranks", _make_demo))
     name = "demo-llama"
@@ -437,7 +438,7 @@ def test_the_demo_is_golden_and_served_on_two_ranks(references: Results, shared:
     check_engines(*checked, [prompt.expected["all"] for prompt in DEMO_CONFIG.models[name].golden.prompts])
     assert read_json(out)["result"] == "pass"
     arguments = {"limits": limits, "target": target, "tolerance": tolerance, "out": tmp_path / "served.json"}
-    served.check(assembly, weights, engines, reference, out, threads=1, **arguments)
+    served.check(assembly, weights, engines, reference, out, threads=1, open_server=open_server, **arguments)
     report = ServedReport.load(tmp_path / "served.json")
     assert report.batch_invariant and report.tokens_differing == 0 and report.prefix_hit_tokens >= 64
 

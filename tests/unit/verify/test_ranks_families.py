@@ -76,7 +76,8 @@ def make(family: str, folder: Path) -> Made:
 @pytest.mark.long
 @pytest.mark.parametrize("family", some_families(*ALWAYS, sinks=False))
 def test_ranks_of_a_family_pass_all_checks(family: str, shared: Shared, tmp_path: Path) -> None:
-    from lockstep_serve import check as served  # loads what a server needs
+    from lockstep.verify.served import check as served  # loads what a server needs
+    from lockstep_serve.checked import open_server
 
     results = make(family, tmp_path)
     weights = results.results.weights(MODEL, PRECISION)
@@ -102,7 +103,8 @@ def test_ranks_of_a_family_pass_all_checks(family: str, shared: Shared, tmp_path
         if family in ALWAYS and degree == 4:  # a server starts twice
             continue
         served.check(
-            assembly, weights, engines, reference, out, TARGET, TOLERANCE, LIMITS, folder / "served.json", threads=1
-        )
+            assembly, weights, engines, reference, out, TARGET, TOLERANCE, LIMITS, folder / "served.json", threads=1,
+            open_server=open_server,
+        )  # fmt: skip
         served_report = ServedReport.load(folder / "served.json")
         assert served_report.batch_invariant and served_report.tokens_differing == 0
