@@ -75,7 +75,7 @@ def main(names: Sequence[str], backend: str, precisions: str, jobs: int, seconds
     deliver(record, write)
     for precision in precisions.split(","):
         results = Counter(rows[precision]["result"] for rows in families.values() if precision in rows)
-        print(precision, ", ".join(f"{count} {result}" for result, count in results.most_common()))
+        print(precision, ", ".join(f"{count} {result}" for result, count in results.most_common()), file=sys.stderr)
 
 
 def _in_a_process(context: Any, name: str, backend: str, precision: str, deadline: float) -> dict[str, Any] | None:
