@@ -27,19 +27,24 @@ _OWN_BACKENDS = Path(__file__).resolve().parent / "backends"
 def entry_points(group: str) -> Mapping[str, importlib.metadata.EntryPoint]:
     """Return the entry points of a group ("backends"), sorted by their names."""
     group = f"lockstep.{group}"
-    registered = [*_of_checkout(group), *importlib.metadata.entry_points(group=group)]
+    in_checkout = _entry_points_of_checkout().get(group, {})
+    registered = [importlib.metadata.EntryPoint(name, value, group) for name, value in in_checkout.items()]
+    registered += importlib.metadata.entry_points(group=group)
     return {entry.name: entry for entry in sorted(registered, key=lambda entry: entry.name)}
 
 
-def _of_checkout(group: str) -> list[importlib.metadata.EntryPoint]:
-    """Return those of this project's pyproject.toml: Snakemake's environments have the checkout, not installed."""
+@functools.cache
+def _entry_points_of_checkout() -> Mapping[str, Mapping[str, str]]:
+    """Return {group: {name: value}} of this project's pyproject.toml.
+
+    Snakemake's environments have the checkout, not installed.
+    """
     project = Path(__file__).resolve().parents[2] / "pyproject.toml"
     if sys.version_info < (3, 11) or not project.is_file():  # tomllib came with 3.11
-        return []
+        return {}
     import tomllib
 
-    names = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["entry-points"].get(group, {})
-    return [importlib.metadata.EntryPoint(name, value, group) for name, value in names.items()]
+    return tomllib.loads(project.read_text(encoding="utf-8"))["project"]["entry-points"]
 
 
 def load_plugin(group: str, name: str) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 from lockstep.artifacts.adapters import IDS
 from lockstep_gpu import cuda
 from lockstep_gpu.attention.base import PassTokens
-from lockstep_gpu.plan import Limits, PackedPass
+from lockstep_gpu.plan import PackedPass, StepLimits
 from lockstep_gpu.staging import Staging
 
 
@@ -43,7 +43,7 @@ class Inputs:
 class PassInputs:
     """Device arrays of the largest pass: a pass uses the first elements."""
 
-    def __init__(self, limits: Limits, integer: np.dtype, stream: cuda.Stream):
+    def __init__(self, limits: StepLimits, integer: np.dtype, stream: cuda.Stream):
         self._stream = stream
         by_token = (limits.largest_pass,)
         by_request = (limits.num_slots,)

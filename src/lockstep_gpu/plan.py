@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lockstep.step.advance import PREVIOUS_TOKEN, Advance
-from lockstep.step.packing import PackedTokens, split
+from lockstep.step.packing import PackedTokens, next_power_of_two, split
 
 SMALLEST_CHUNK = 16  # tokens that fused attention pads a chunk to, at least
 LARGEST_BATCH = 4  # prompts in one call of fused attention
@@ -37,7 +37,7 @@ Chunks = Sequence[tuple[int, int, int, int]]  # (row, position of the first toke
 
 
 @dataclass(frozen=True)
-class Limits:
+class StepLimits:
     """The sizes of an executor. captured_tokens: passes of up to this many tokens run their blocks as CUDA graphs."""
 
     num_slots: int
@@ -105,7 +105,7 @@ class StepPlan:
         after[list(self.lengths)] = list(self.lengths.values())
         return after
 
-    def can_follow(self, previous: StepPlan, lengths: np.ndarray, limits: Limits) -> bool:
+    def can_follow(self, previous: StepPlan, lengths: np.ndarray, limits: StepLimits) -> bool:
         """Return whether the step is valid after another: `Model` has not checked it yet.
 
         lengths: the tokens of all slots between the two.
@@ -160,7 +160,7 @@ class StepPlan:
             return [self]
         return [StepPlan.of(self.decoding), StepPlan.of(self.chunks)]
 
-    def pack(self, limits: Limits, write: bool = True) -> PackedPass:
+    def pack(self, limits: StepLimits, write: bool = True) -> PackedPass:
         """Return the arrays of a pass with chunks; write: False for a warm-up, which changes no cache and no token.
 
         The packed tokens are one for each slot up to the highest that decodes, whether it decodes or not, then those of
@@ -198,7 +198,7 @@ class StepPlan:
         return PackedPass(packed, rows, logit_rows, slots, decoding, num_decoding, chunks, has_previous, logits)
 
 
-def warm_up_plans(limits: Limits) -> Iterator[tuple[StepPlan, bool]]:
+def warm_up_plans(limits: StepLimits) -> Iterator[tuple[StepPlan, bool]]:
     """Yield the passes with chunks that a warm-up runs, each with whether it is captured whole, too.
 
     They are a pass of each graph's size, of each power of two of tokens, with one and with several prompts, and with
@@ -228,7 +228,7 @@ def warm_up_plans(limits: Limits) -> Iterator[tuple[StepPlan, bool]]:
 
 def bucket(count: int, rows: int) -> int:
     """Return the smallest power of two that is at least `count`, but at most `rows`."""
-    return min(1 << (count - 1).bit_length(), rows)
+    return min(next_power_of_two(count), rows)
 
 
 def row_buckets(num_slots: int) -> list[int]:
@@ -239,14 +239,14 @@ def row_buckets(num_slots: int) -> list[int]:
 def padded_size(count: int) -> int:
     """Round up to a power of two, from 32 on to a multiple of 32, and from 512 on to a multiple of 128."""
     if 0 < count < 32:
-        return 1 << (count - 1).bit_length()
+        return next_power_of_two(count)
     step = 32 if count < 512 else 128
     return -(-count // step) * step
 
 
 def padded_chunk(tokens: int) -> int:
     """Return the number of tokens that fused attention pads a chunk to."""
-    return max(SMALLEST_CHUNK, 1 << (tokens - 1).bit_length())
+    return max(SMALLEST_CHUNK, next_power_of_two(tokens))
 
 
 def _dummy(slot: int, count: int) -> Advance:

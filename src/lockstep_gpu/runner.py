@@ -31,7 +31,7 @@ from lockstep_gpu.device import Device
 from lockstep_gpu.plan import (
     CAPTURED_TOKENS,
     CAPTURED_TOKENS_OF_RANKS,
-    Limits,
+    StepLimits,
     StepPlan,
     bucket,
     padded_size,
@@ -106,7 +106,7 @@ class StepRunner:
         captured_tokens = CAPTURED_TOKENS_OF_RANKS if network.others else CAPTURED_TOKENS
         if engine_of(network.embedding).program.by_profiles:
             captured_tokens = 0  # a context keeps the sizes of one pass, so no graph of another stays valid
-        self.limits = limits = Limits(num_slots, max_seq_len, max_num_tokens, network.vocab_size, captured_tokens)
+        self.limits = limits = StepLimits(num_slots, max_seq_len, max_num_tokens, network.vocab_size, captured_tokens)
         exchanges: list[Exchange] = []
         if network.others:
             exchanges = connect(devices, *max_exchange_bytes(network, limits))

@@ -180,9 +180,10 @@ def make_again(
 def _failed_stage(config: Config, tree: Results, target: Target) -> tuple[str, str]:
     """Return the stage that has a log and no output, and the last line of the log."""
     for job in jobs(config, tree.root, [target]):
-        for log in (tree.root / "logs" / job.stage).rglob("*.log"):
-            if not job.output.is_file():
-                return job.stage, (log.read_text().splitlines() or ["nothing in its log"])[-1].removeprefix(PREFIX)
+        log = next((tree.root / "logs" / job.stage).rglob("*.log"), None)
+        if log is not None and not job.output.is_file():
+            lines = log.read_text().splitlines() or ["nothing in its log"]
+            return job.stage, lines[-1].removeprefix(PREFIX)
     return "the plan", "the line above"
 
 

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lockstep.errors import InputError
+from lockstep.step.packing import next_power_of_two
 from lockstep.step.pages import PAGE_SIZE, PageTables
 from lockstep.step.residency import Residency
 
@@ -272,7 +273,7 @@ class Scheduler:
         if not self.options.compacts or not count or len(self.free_slots) < count or self.num_waiting:
             return False
         highest = max(request.slot for request in self._running)
-        return highest >= 1 << (count - 1).bit_length() and not any(map(_is_forking, self._running))
+        return highest >= next_power_of_two(count) and not any(map(_is_forking, self._running))
 
     def compact(self) -> list[tuple[Scheduled, int]]:
         """Move requests to the lowest slots; return each moved request with the slot that it left."""

@@ -60,6 +60,11 @@ class PackedTokens:
         return np.where(self.slots >= 0, adapter_slots[self.slots], -1)
 
 
+def next_power_of_two(count: int) -> int:
+    """Return the smallest power of two that is at least `count`, a positive number."""
+    return 1 << (count - 1).bit_length()
+
+
 def split(advances: Sequence[Advance]) -> tuple[list[Advance], list[Advance]]:
     """Split a step into advances of one token, which decode, and chunks of several."""
     decoding = [advance for advance in advances if len(advance.tokens) == 1]

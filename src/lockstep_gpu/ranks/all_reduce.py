@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lockstep.errors import CheckError
+from lockstep.step.packing import next_power_of_two
 from lockstep_gpu import cuda
 from lockstep_gpu.device import Device
 from lockstep_gpu.kernels.library import including
@@ -158,4 +159,4 @@ def _grid(units: int) -> tuple[int, int]:
     """Return (blocks, threads) of kernels that wait by flags, as measured fastest on two and four H200."""
     if units <= 1024:
         return 4, 128
-    return min(_BLOCKS, max(8, 1 << (units // 1024 - 1).bit_length())), 512
+    return min(_BLOCKS, max(8, next_power_of_two(units // 1024))), 512

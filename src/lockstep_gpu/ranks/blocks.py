@@ -19,7 +19,7 @@ from lockstep.artifacts.signature import IO, concrete_shape
 from lockstep.step.network import Block, LayerMixer, Network, ShardCall
 from lockstep_gpu import cuda
 from lockstep_gpu.attention.base import Arrays, Call, Calls
-from lockstep_gpu.plan import SMALLEST_CHUNK, Limits
+from lockstep_gpu.plan import SMALLEST_CHUNK, StepLimits
 from lockstep_gpu.program import Bound, GpuExecutable, GpuProgram, Shapes
 from lockstep_gpu.ranks.all_reduce import Exchange
 
@@ -76,7 +76,7 @@ class _BoundCall:
 class RankBlocks:
     """The blocks of a network, and the buffers of their values and logits; exchange: None for a single rank."""
 
-    def __init__(self, network: Network, limits: Limits, exchange: Exchange | None):
+    def __init__(self, network: Network, limits: StepLimits, exchange: Exchange | None):
         self._network = network
         self._limits = limits
         self._exchange = exchange

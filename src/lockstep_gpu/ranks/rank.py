@@ -23,7 +23,7 @@ from lockstep_gpu.device import Device
 from lockstep_gpu.kernels.step_kernels import Kernels
 from lockstep_gpu.logits_tables import LogitsTables
 from lockstep_gpu.pass_inputs import Inputs, PassInputs
-from lockstep_gpu.plan import CAPTURED_WHOLE, Limits, PackedPass
+from lockstep_gpu.plan import CAPTURED_WHOLE, PackedPass, StepLimits
 from lockstep_gpu.profiling import in_ranges
 from lockstep_gpu.ranks.all_reduce import Exchange
 from lockstep_gpu.ranks.blocks import MAX_VERIFY_TOKENS, PrefillBlocks, PrefillPass, RankBlocks, engine_of
@@ -65,7 +65,9 @@ class PassCalls:
 class Rank:
     """A rank that runs `network` on a device; exchange: None for a single rank."""
 
-    def __init__(self, network: Network, device: Device, tables: PageTables, limits: Limits, exchange: Exchange | None):
+    def __init__(
+        self, network: Network, device: Device, tables: PageTables, limits: StepLimits, exchange: Exchange | None
+    ):
         self.network = network
         self.device = device
         self.stream = device.stream
@@ -394,7 +396,7 @@ class Rank:
         ]
 
 
-def max_exchange_bytes(network: Network, limits: Limits) -> tuple[int, int]:
+def max_exchange_bytes(network: Network, limits: StepLimits) -> tuple[int, int]:
     """Return the bytes of the largest all-reduce, and of a rank's largest shard of a gather."""
     sizes = {"num_tokens": limits.largest_pass, "num_requests": limits.num_slots}
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from lockstep.step.advance import PREVIOUS_TOKEN, Advance
-from lockstep_gpu.plan import Limits, StepPlan, warm_up_plans
+from lockstep_gpu.plan import StepLimits, StepPlan, warm_up_plans
 
-LIMITS = Limits(num_slots=6, max_seq_len=64, max_num_tokens=48, vocab_size=50, captured_tokens=40)
+LIMITS = StepLimits(num_slots=6, max_seq_len=64, max_num_tokens=48, vocab_size=50, captured_tokens=40)
 
 
 def prompt(slot: int, count: int, start: int = 0) -> Advance:

@@ -62,14 +62,16 @@ def compile_block(model: onnx.ModelProto, is_fp32: bool = False) -> KernelsFile:
         signature = signature_of(model.graph, slots)
         if is_fp32:
             stream = set[str]()
-            kept = _floats(cut)
+            wide_names = _floats(cut)
         else:
             stream = residual_stream(wide, signature)
             cut = with_copies(_with_float32_products(cut, model), stream, signature)
-            kept = stream | _float32_weights(model.graph)
-            kept.update(product.output for product in _products(cut) if product.is_float32)
+            wide_names = stream | _float32_weights(model.graph)
+            wide_names.update(product.output for product in _products(cut) if product.is_float32)
         quantized = {product.input for product in _products(cut) if product.is_fp8}
-        kernels = [row_kernel(piece, f"piece_{number}", quantized, kept) for number, piece in enumerate(cut.pieces)]
+        kernels = [
+            row_kernel(piece, f"piece_{number}", quantized, wide_names) for number, piece in enumerate(cut.pieces)
+        ]
     except CheckError as error:
         raise CheckError(f"{error}; use the backend tensorrt, which compiles any operator") from None
     for product in _products(cut):
@@ -118,7 +120,7 @@ def _floats(cut: CutGraph) -> set[str]:
 
 
 def _with_float32_products(cut: CutGraph, model: onnx.ModelProto) -> CutGraph:
-    """Mark the products that a graph of 16 bits has in float32, as steps of their own: routers, in most cases."""
+    """Mark the products that a graph of 16 bits has in float32, as separate steps: routers, in most cases."""
     inferred = onnx.shape_inference.infer_shapes(model)
     if not any(io.dtype in ("float16", "bfloat16") for io in signature_of(model.graph).inputs):
         return cut
