@@ -2,8 +2,9 @@
 
 In: names of families (default: all). Out: for each precision of each whether it works (the error of its logits in a
 batch relative to transformers in fp32, and that of transformers in the same precision; whether a request alone has the
-same bits), or the stage that failed and why. Each family runs in a child process, through all stages. Rows that the
-same code and packages wrote before are kept: a run that was cut short can be resumed.
+same bits), or the stage that failed and why. Each family runs in a child process, through all stages. A run that was
+cut short can be resumed: rows that the same code wrote are kept, families without a row come first, and those whose row
+is of other code (each row has a digest of its own) come last.
 """
 
 from __future__ import annotations
@@ -43,16 +44,12 @@ def main(names: Sequence[str], backend: str, precisions: str, jobs: int, seconds
     deadline = time.monotonic() + seconds
     if unknown := sorted(set(names) - set(FAMILIES)):
         raise InputError(f"expected families ({', '.join([*FAMILIES][:3])} ...), found {', '.join(unknown)}")
-    record: dict[str, Any] = {
-        "benchmark": f"families-{backend}",
-        "code": sha256_json(code_digests("cli.main")),
-        **surroundings(*PACKAGES, threads=1),
-        "families": {},
-    }
+    record: dict[str, Any] = {"benchmark": f"families-{backend}", **surroundings(*PACKAGES, threads=1), "families": {}}
+    code = sha256_json(code_digests("cli.main"))[:12]
     path = None if write is None else write / "bench" / f"{record['benchmark']}.json"
     if path is not None and path.is_file():
         earlier = read_json(path)
-        if all(earlier.get(key) == record[key] for key in ("code", "versions")):
+        if earlier["versions"] == record["versions"]:
             record["families"] = earlier["families"]
     families = record["families"]
     context = multiprocessing.get_context("forkserver")
@@ -62,16 +59,22 @@ def main(names: Sequence[str], backend: str, precisions: str, jobs: int, seconds
         tried = _in_a_process(context, name, backend, precision, deadline)
         if tried is None:
             return
-        families.setdefault(name, {})[precision] = tried
+        families.setdefault(name, {})[precision] = tried | {"code": code}
         print(f"{name} {precision}: {tried['result']} {tried.get('reason', '')}", file=sys.stderr, flush=True)
         if path is not None:
             write_json(path, record)
 
     missing = []
+    of_other_code = []
     for precision in precisions.split(","):
-        missing += [(name, precision) for name in names or FAMILIES if precision not in families.get(name, {})]
+        for name in names or FAMILIES:
+            row = families.get(name, {}).get(precision)
+            if row is None:
+                missing.append((name, precision))
+            elif row["code"] != code:
+                of_other_code.append((name, precision))
     with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(lambda case: measure(*case), missing))
+        list(pool.map(lambda case: measure(*case), missing + of_other_code))
     deliver(record, write)
     for precision in precisions.split(","):
         results = Counter(rows[precision]["result"] for rows in families.values() if precision in rows)
