@@ -3,6 +3,7 @@
     lockstep.backends    a package with modules `settings` and `backend` (see `lockstep.config.backends`), beside the
                          folders of `src/lockstep/backends`
     lockstep.commands    a subcommand, a `click.Command`
+    lockstep.protocols   a protocol of `lockstep serve` (see `lockstep_serve.protocols`)
     lockstep.server      `open_server`, which the check `served` opens a server with
 
 `lockstep_gpu` and `lockstep_serve` are found in this way; this package imports neither.
@@ -27,9 +28,10 @@ _OWN_BACKENDS = Path(__file__).resolve().parent / "backends"
 def entry_points(group: str) -> Mapping[str, importlib.metadata.EntryPoint]:
     """Return the entry points of a group ("backends"), sorted by their names."""
     group = f"lockstep.{group}"
+    registered = list(importlib.metadata.entry_points(group=group))
+    # After those of what is installed, which may be this checkout as it was then.
     in_checkout = _entry_points_of_checkout().get(group, {})
-    registered = [importlib.metadata.EntryPoint(name, value, group) for name, value in in_checkout.items()]
-    registered += importlib.metadata.entry_points(group=group)
+    registered += [importlib.metadata.EntryPoint(name, value, group) for name, value in in_checkout.items()]
     return {entry.name: entry for entry in sorted(registered, key=lambda entry: entry.name)}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from msgspec import Struct
@@ -20,19 +20,17 @@ from lockstep_serve.anthropic import MessagesAnswer, MessagesBody, anthropic_err
 from lockstep_serve.blocks import BlockAnswer, rename_param
 from lockstep_serve.bodies import Access, BadRequest, decode_body, error_response, json_response, read_body
 from lockstep_serve.ended_requests import note, observed
-from lockstep_serve.kserve import kserve_endpoints, triton_error
 from lockstep_serve.metrics import CONTENT_TYPE
 from lockstep_serve.openai import CompletionBody, CompletionFormat, completion_requests
 from lockstep_serve.openai_chat import ChatBody, ChatFormat, chat_prompt, chat_requests
 from lockstep_serve.openai_parameters import request_id
 from lockstep_serve.openapi import Endpoint, openapi
 from lockstep_serve.page import page
+from lockstep_serve.protocols import OpenProtocol
 from lockstep_serve.responses import ResponsesAnswer, ResponsesBody, responses_chat
 from lockstep_serve.service import Service
 from lockstep_serve.stream import StreamError
 from lockstep_serve.tokenization import DetokenizeBody, TokenizeBody, detokenize, tokenize, tokenizer_info
-from lockstep_serve.triton import generate_endpoints
-from lockstep_serve.triton_infer import Triton
 
 _Body = TypeVar("_Body", bound=Struct)
 
@@ -50,14 +48,14 @@ class UnloadAdapterBody(Struct):
     lora_name: str
 
 
-def application(service: Service, access: Access = Access(), triton: Triton | None = None) -> ASGIApp:
-    """Return a service's ASGI application; triton: shared with another front end, which may stop its requests."""
-    triton = triton or Triton(service)
+def application(service: Service, access: Access = Access(), protocols: Sequence[OpenProtocol] = ()) -> ASGIApp:
+    """Return a service's ASGI application; protocols: of plug-ins."""
     api = _Api(service, access)
-    endpoints = api.endpoints + kserve_endpoints(triton, access) + generate_endpoints(triton, access)
+    endpoints = [*api.endpoints, *(endpoint for protocol in protocols for endpoint in protocol.endpoints)]
     api.document = openapi(endpoints, has_keys=bool(access.keys))
     routes = [Route(entry.path, _guarded(entry, access), methods=entry.methods.split()) for entry in endpoints]
-    app = Starlette(routes=routes, exception_handlers={HTTPException: _no_route, Exception: _crashed})
+    errors = _PathErrors(protocols)
+    app = Starlette(routes=routes, exception_handlers={HTTPException: errors.no_route, Exception: errors.crashed})
     app.router.redirect_slashes = False  # a client would send its key and its prompt again
     return observed(app, service.observers)
 
@@ -81,25 +79,29 @@ def _guarded(endpoint: Endpoint, access: Access) -> Callable[[Request], Awaitabl
     return handle
 
 
-async def _no_route(request: Request, error: Any) -> Response:
-    note(request.scope)
-    message = f"{request.method} {request.url.path[:80]}: {error.detail}"
-    response = _api_error(request, BadRequest(message, None, error.status_code))
-    response.headers.update(error.headers or {})  # Allow, of 405
-    return response
+class _PathErrors:
+    """The responses to errors outside of handlers, worded by the protocol that the path belongs to."""
 
+    def __init__(self, protocols: Sequence[OpenProtocol]):
+        self._protocols = protocols
 
-async def _crashed(request: Request, error: Exception) -> Response:
-    answer = StreamError("the server failed; its log says why")
-    note(request.scope, error=answer)
-    return _api_error(request, answer)
+    async def no_route(self, request: Request, error: Any) -> Response:
+        note(request.scope)
+        message = f"{request.method} {request.url.path[:80]}: {error.detail}"
+        response = self._response(request, BadRequest(message, None, error.status_code))
+        response.headers.update(error.headers or {})  # Allow, of 405
+        return response
 
+    async def crashed(self, request: Request, error: Exception) -> Response:
+        answer = StreamError("the server failed; its log says why")
+        note(request.scope, error=answer)
+        return self._response(request, answer)
 
-def _api_error(request: Request, error: StreamError) -> Response:
-    path = request.url.path
-    if path == "/v2" or path.startswith("/v2/"):
-        return triton_error(error)
-    return error_response(error)
+    def _response(self, request: Request, error: StreamError) -> Response:
+        for protocol in self._protocols:
+            if f"{request.url.path}/".startswith(f"{protocol.prefix}/"):
+                return protocol.error_response(error)
+        return error_response(error)
 
 
 class _Api:

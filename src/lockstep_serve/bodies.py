@@ -7,7 +7,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
@@ -25,6 +25,9 @@ _OTHERS = ("top_a", "models")  # fields of other servers that look like typos of
 _MAX_DIGITS = 309  # of a whole number within float64
 # zlib's wbits. Deflate is zlib's format by RFC 9110; some clients send raw deflate.
 _COMPRESSED = {"gzip": (31,), "deflate": (15, -15)}
+# Limited, because the text of each new token is searched for all words.
+_MAX_WORDS = 64
+_MAX_LENGTH = 4096  # characters or tokens of all words together
 # Fields of other servers, with the values that mean their default. Other values are rejected, because a client would
 # misread an answer for which they were ignored. Each body lists further ones as UNSUPPORTED.
 Unsupported = Mapping[str, tuple]
@@ -56,6 +59,14 @@ def bad_request(error: InputError, names: Mapping[str, str] = {}) -> BadRequest:
     name, _, message = str(error).partition(": ")
     name = names.get(name, name)
     return BadRequest(f"{name}: {message}", name)
+
+
+def check_words(name: str, words: Sequence[Sized], unit: str = "characters") -> None:
+    """Raise BadRequest for too many or too long words; unit: of their lengths."""
+    total = sum(map(len, words))
+    if len(words) > _MAX_WORDS or total > _MAX_LENGTH:
+        expected = f"at most {_MAX_WORDS} words and {_MAX_LENGTH} {unit}"
+        raise BadRequest(f"{name}: expected {expected}, found {len(words)} and {total}", name)
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> bytes:

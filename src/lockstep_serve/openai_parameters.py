@@ -15,12 +15,11 @@ from lockstep.errors import InputError
 from lockstep.runtime.checks import check_ranges, expect, expect_tokens
 from lockstep.runtime.request import Request
 from lockstep.step.sampling import Sampling
-from lockstep_serve.bodies import BadRequest, Unsupported, bad_request
+from lockstep_serve.bodies import BadRequest, Unsupported, bad_request, check_words
 from lockstep_serve.grammar import grammar_of
 from lockstep_serve.log import log_once
 from lockstep_serve.service import Service
 from lockstep_serve.stream import PromptRequest
-from lockstep_serve.words import check_words
 
 _ID = re.compile("[!-~]{1,128}")
 _TOKEN = re.compile("[0-9]{1,20}")  # int() of a longer one could take long

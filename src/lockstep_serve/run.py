@@ -7,11 +7,11 @@ import contextlib
 import functools
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import uvicorn
 import uvloop
@@ -22,21 +22,21 @@ from lockstep.errors import ENDING, InputError
 from lockstep.step.pages import PAGE_SIZE
 from lockstep_serve.app import application
 from lockstep_serve.bodies import Access
-from lockstep_serve.protocol import LimitedProtocol
+from lockstep_serve.http_protocol import LimitedProtocol
+from lockstep_serve.protocols import Listener, OpenProtocol
 from lockstep_serve.service import Service
-from lockstep_serve.triton_infer import Triton
 from lockstep_serve.unix_socket import unix_socket
 
-if TYPE_CHECKING:
-    from lockstep_serve.grpc_server import GrpcServer
+Opener = Callable[[Service, Access], OpenProtocol]
 
 
 @dataclass(frozen=True)
 class Address:
-    """The address to listen at. port 0: a free one; None: no TCP port."""
+    """The addresses to listen at. port 0: a free one; None: no TCP port. unix: a Unix socket for HTTP."""
 
     host: str = "127.0.0.1"
     port: int | None = 8000
+    unix: Path | None = None
 
 
 class _Server(uvicorn.Server):
@@ -86,29 +86,25 @@ def serve(
     access: Access,
     drain: float,
     say: Callable[[str], None],
-    grpc_port: int | None = None,
-    triton: Triton | None = None,
-    unix: Path | None = None,
+    openers: Sequence[Opener] = (),
 ) -> None:
     """Serve until SIGTERM, SIGHUP or Ctrl-C; a second one ends at once.
 
-    drain: seconds in which running requests may then finish. say: gets the line of a server that is ready. grpc_port:
-    serves gRPC too, 0 at a free port. triton: the service's, if it has options. unix: a Unix socket for HTTP, the only
-    one if the address has no port. Raises InputError for an address that cannot be bound, and LockstepError where the
-    engine does not start or the service fails.
+    drain: seconds in which running requests may then finish. say: gets the line of a server that is ready. openers: of
+    the protocols of plug-ins. Raises InputError for an address that cannot be bound, and LockstepError where the engine
+    does not start or the service fails.
     """
-    triton = triton or Triton(service)
     with contextlib.ExitStack() as stack:
         sockets = []
         if address.port is not None:
             sockets.append(stack.enter_context(contextlib.closing(_tcp_socket(address))))
-        if unix is not None:
-            sockets.append(stack.enter_context(unix_socket(unix)))
+        if address.unix is not None:
+            sockets.append(stack.enter_context(unix_socket(address.unix)))
         is_local = all(end.family == socket.AF_UNIX or ip_address(end.getsockname()[0]).is_loopback for end in sockets)
         if is_local:
             access = replace(access, loopback_host=address.host)
         processes.share_interpreter()
-        uvloop.run(_Lifecycle(service, access, address.host, triton).run(sockets, grpc_port, drain, say))
+        uvloop.run(_Lifecycle(service, access, address.host, openers).run(sockets, drain, say))
 
 
 @contextlib.asynccontextmanager
@@ -129,20 +125,17 @@ async def listening(service: Service, path: Path) -> AsyncIterator[None]:
 class _Lifecycle:
     """One run of a server, from the start of its engine to the end."""
 
-    def __init__(self, service: Service, access: Access, host: str, triton: Triton):
+    def __init__(self, service: Service, access: Access, host: str, openers: Sequence[Opener]):
         self._service = service
         self._access = access
         self._host = host
-        self._triton = triton
+        self._openers = openers
 
-    async def run(
-        self, sockets: list[socket.socket], grpc_port: int | None, drain: float, say: Callable[[str], None]
-    ) -> None:
+    async def run(self, sockets: list[socket.socket], drain: float, say: Callable[[str], None]) -> None:
         service = self._service
-        http = _Server(application(service, self._access, self._triton), service.limits.slow_reader)
-        grpc = None
-        if grpc_port is not None:
-            grpc = _grpc_server(self._triton, self._access, self._host, grpc_port)
+        protocols = [open(service, self._access) for open in self._openers]
+        http = _Server(application(service, self._access, protocols), service.limits.slow_reader)
+        listeners = [protocol.listener for protocol in protocols if protocol.listener is not None]
         signals = _watch_signals()
         stop_requested = asyncio.create_task(signals.get())
         starting = asyncio.create_task(service.start())
@@ -153,11 +146,11 @@ class _Lifecycle:
                 return
             await starting
             await http.start(sockets)
-            if grpc is not None:
-                await grpc.start()
+            for listener in listeners:
+                await listener.start()
             asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, service.describe)
             processes.freeze_heap()
-            say(self._ready_line(sockets, grpc))
+            say(self._ready_line(sockets, listeners))
             failed = asyncio.create_task(service.ended.wait())
             await asyncio.wait((http.serving, stop_requested, failed), return_when=asyncio.FIRST_COMPLETED)
             failed.cancel()
@@ -169,8 +162,8 @@ class _Lifecycle:
         finally:
             stop_requested.cancel()
             await service.stop()
-            if grpc is not None:
-                await grpc.stop(1)
+            for listener in listeners:
+                await listener.stop(1)
 
     async def _drain(self, seconds: float, signals: asyncio.Queue[int]) -> None:
         """Let running requests finish, until another signal comes."""
@@ -180,15 +173,15 @@ class _Lifecycle:
         draining.cancel()
         second_signal.cancel()
 
-    def _ready_line(self, sockets: list[socket.socket], grpc: GrpcServer | None) -> str:
+    def _ready_line(self, sockets: list[socket.socket], listeners: Sequence[Listener]) -> str:
         ready = self._service.ready
         host = f"[{self._host}]" if ":" in self._host else self._host
         urls = []
-        for listener in sockets:
-            if listener.family == socket.AF_UNIX:
-                urls.append(f"unix:{listener.getsockname()}")
+        for http in sockets:
+            if http.family == socket.AF_UNIX:
+                urls.append(f"unix:{http.getsockname()}")
             else:
-                urls.append(f"http://{host}:{listener.getsockname()[1]}")
+                urls.append(f"http://{host}:{http.getsockname()[1]}")
         line = (
             f"ready: {' and '.join(urls)} serves {self._service.name} "
             f"({ready.backend}, identity {ready.identity[:12]}): up to {ready.max_batch_size} requests of "
@@ -196,9 +189,7 @@ class _Lifecycle:
         )
         if ready.kv_cache_dtype:
             line += f" in {ready.kv_cache_dtype}"
-        if grpc is not None:
-            line += f"; gRPC at {host}:{grpc.port}"
-        return line
+        return "; ".join((line, *map(str, listeners)))
 
 
 def _watch_signals() -> asyncio.Queue[int]:
@@ -210,12 +201,6 @@ def _watch_signals() -> asyncio.Queue[int]:
         if not is_nohup:
             loop.add_signal_handler(number, signals.put_nowait, number)
     return signals
-
-
-def _grpc_server(triton: Triton, access: Access, host: str, port: int) -> GrpcServer:
-    from lockstep_serve.grpc_server import GrpcServer  # needs a package that HTTP does not
-
-    return GrpcServer(triton, access, host, port)
 
 
 def _tcp_socket(address: Address) -> socket.socket:

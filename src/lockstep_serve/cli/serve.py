@@ -17,6 +17,7 @@ from lockstep.cli.options import AT_LEAST_0, AT_LEAST_1, PATH, RESULTS
 from lockstep.errors import PREFIX, Ended
 from lockstep.targets import MOST_RANKS
 from lockstep_serve.cli.serve_options import run_server
+from lockstep_serve.protocols import protocol_plugins
 from lockstep_serve.settings import EngineOptions, ServiceLimits
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -50,12 +51,13 @@ class _Bytes(click.ParamType):
 
 class _Serve(GroupedCommand):
     groups = {
-        "Where it listens": "host port unix grpc-port api-key-file until-stdin-ends",
+        "Where it listens": "host port unix api-key-file until-stdin-ends",
         "Sizes and scheduling": "max-model-len max-num-seqs kv-bytes chunk-size long-prefill-token-threshold admission "
         "no-prefix-caching threads speculative tensor-parallel",
-        "What requests may do": "served-model-name allow-adapter-loading fold-token-ids tool-call-parser "
+        "What requests may do": "served-model-name allow-adapter-loading tool-call-parser "
         "reasoning-parser max-queue max-queue-tokens queue-timeout grammar-timeout max-body body-timeout slow-reader",
         "Operation": "drain stall metrics-prefix log-level request-log otlp-traces-endpoint",
+        **{plugin.title: " ".join(option.opts[0][2:] for option in plugin.options) for plugin in protocol_plugins()},
     }
 
 
@@ -67,18 +69,7 @@ class _Serve(GroupedCommand):
     "--port", type=click.IntRange(0, 65535), help="0: any that is free.  [default: 8000; with --unix no port at all]"
 )
 @click.option("--unix", type=PATH, help="Serve HTTP at this Unix socket, for processes of this user only.")
-@click.option(
-    "--triton-repository",
-    type=PATH,
-    help="A repository that `lockstep triton` wrote: its options are used instead of those here.",
-)
 @click.option("--until-stdin-ends", is_flag=True, help="Shut down, as by SIGTERM, when stdin is closed.")
-@click.option("--grpc-port", type=click.IntRange(0, 65535), help="Serve Triton's gRPC too; 0: any.  [default: none]")
-@click.option(
-    "--fold-token-ids",
-    is_flag=True,
-    help="Triton's API: take token ids modulo the vocabulary's size, for benchmarks that send random ones.",
-)
 @click.option(
     "--allow-adapter-loading",
     metavar="FOLDER",
@@ -209,3 +200,6 @@ def serve(target: str, weights: Path | None, results: Path, drafts: str | None, 
             number = error.number
         click.echo(f"{PREFIX}{event} before the server was ready", err=True)
         raise SystemExit(128 + number) from None
+
+
+serve.params += [option for plugin in protocol_plugins() for option in plugin.options]

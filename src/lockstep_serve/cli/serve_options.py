@@ -7,6 +7,7 @@ the free memory.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import signal
@@ -22,6 +23,7 @@ import click
 
 from lockstep.errors import InputError
 from lockstep.targets import Limits
+from lockstep_serve.protocols import protocol_plugins
 from lockstep_serve.settings import EngineOptions, ServiceLimits, ServiceOptions
 
 if TYPE_CHECKING:
@@ -69,18 +71,10 @@ def run_server(place: Opened, options: SimpleNamespace) -> None:
     from lockstep_serve.log import start_log
     from lockstep_serve.run import Address, serve
     from lockstep_serve.service import Service
-    from lockstep_serve.triton_infer import Triton
 
-    if options.grpc_port is not None:
-        # gRPC writes to stderr, at its import and when the engine is forked.
-        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-        os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-        import lockstep_serve.grpc_server  # noqa: F401  # before the engine starts: it may not be installed
-
-    if options.triton_repository is not None:
-        from lockstep_serve.triton_repository.options import serve_options
-
-        vars(options).update(serve_options(options.triton_repository))
+    plugins = protocol_plugins()
+    for plugin in plugins:
+        plugin.prepare(options)
     start_log(options.log_level)
     _check_ranks(place, options.tensor_parallel)
     keys = read_api_keys(options.api_key_file)
@@ -133,13 +127,13 @@ def run_server(place: Opened, options: SimpleNamespace) -> None:
     port = options.port
     if port is None and options.unix is None:
         port = 8000
-    address = Address(options.host, port)
+    address = Address(options.host, port, options.unix)
     access = Access(tuple(keys), options.max_body, options.body_timeout)
-    triton = Triton(service, options.fold_token_ids)
+    openers = [functools.partial(plugin.open, options) for plugin in plugins]
     with contextlib.ExitStack() as stack, _named_options():
         for observer in observers:
             stack.callback(observer.close)
-        serve(service, address, access, options.drain, click.echo, options.grpc_port, triton, options.unix)
+        serve(service, address, access, options.drain, click.echo, openers)
 
 
 def _observers(options: SimpleNamespace, name: str) -> list[RequestLog | Traces]:

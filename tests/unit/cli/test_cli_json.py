@@ -19,7 +19,7 @@ from lockstep.cli.main import main
 from lockstep.config.load import load_given
 from lockstep.provenance.lock import Lock
 from lockstep.targets import Results, Target
-from lockstep_serve.triton_repository.write import Repository, write_repository
+from lockstep_serve.triton.repository.write import Repository, write_repository
 
 TARGET = "demo-llama/fp16/all/onnxruntime"
 

@@ -135,6 +135,13 @@ def test_the_gpu_runtime_and_the_server_do_not_know_each_other() -> None:
     assert not intruders
 
 
+def test_nothing_of_the_server_imports_triton_s_protocols() -> None:
+    folder = SOURCES / "lockstep_serve" / "triton"
+    others = [path for path in MODULES if not path.is_relative_to(folder)]
+    users = [name(path) for path in others if any(file.is_relative_to(folder) for file in named(path))]
+    assert folder.is_dir() and not users, "it is a plug-in, found by an entry point"
+
+
 def test_the_gpu_runtime_has_no_word_of_tensorrt() -> None:
     """A backend's name stands on its own door; what runs on a GPU serves all of them."""
     texts = [path for path in (SOURCES / "lockstep_gpu").rglob("*") if path.suffix in (".py", ".cu", ".cuh")]
@@ -208,13 +215,29 @@ def test_what_a_workflow_loads_when_it_starts_is_light() -> None:
     assert not loaded & {"torch", "transformers", "onnx", "onnxruntime", "scipy"}
 
 
-def test_a_checkout_that_is_not_installed_has_all_backends_and_the_server() -> None:
+def test_a_checkout_that_is_not_installed_has_all_plug_ins() -> None:
     """As in Snakemake's environments, which have pinned packages alone."""
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from lockstep.plugins import backend_packages, entry_points\n"
-        "print(*backend_packages(), *entry_points('server'))"
+        "print(*backend_packages(), *entry_points('server'), *entry_points('protocols'))"
     )
     command = [sys.executable, "-S", "-c", code, str(SOURCES)]  # without what is installed
     names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    assert names == ["cuda", "onnxruntime", "openvino", "tensorrt", "tensorrt_rtx", "open_server"]
+    assert names == ["cuda", "onnxruntime", "openvino", "tensorrt", "tensorrt_rtx", "open_server", "triton"]
+
+
+def test_a_checkout_has_its_own_plug_ins_where_it_was_installed_with_others(tmp_path: Path) -> None:
+    """A module that moved is found without a new installation."""
+    metadata = tmp_path / "lockstep_engines-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Name: lockstep-engines\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text("[lockstep.commands]\nserve = gone:serve\nmore = other:more\n")
+    code = (
+        "import sys; sys.path[:0] = sys.argv[1:]\n"
+        "from lockstep.plugins import entry_points\n"
+        "print(*(entry.module for entry in entry_points('commands').values()))"
+    )
+    command = [sys.executable, "-S", "-c", code, str(SOURCES), str(tmp_path)]
+    names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert names == ["other", "lockstep_serve.cli.serve", "lockstep_serve.triton.command"]

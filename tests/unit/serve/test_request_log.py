@@ -137,7 +137,7 @@ def test_what_the_engine_refuses_has_the_code_of_its_error(server: RealServer, l
 
 def test_requests_over_grpc_have_lines(server: RealServer, log: Log) -> None:
     grpc = pytest.importorskip("grpc")
-    from lockstep_serve.grpc_messages import MESSAGES, SERVICE
+    from lockstep_serve.triton.grpc_messages import MESSAGES, SERVICE
 
     match = re.search(r"gRPC at (\S+)$", server.line.strip())
     assert match

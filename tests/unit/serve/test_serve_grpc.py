@@ -27,7 +27,7 @@ from lockstep.targets import Results
 from real_server import RealServer, make_tree
 
 grpc = pytest.importorskip("grpc")
-from lockstep_serve.grpc_messages import MESSAGES, SERVICE  # noqa: E402
+from lockstep_serve.triton.grpc_messages import MESSAGES, SERVICE  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
 PROMPT = "What is machine learning?"

@@ -246,8 +246,8 @@ def test_a_folder_that_cannot_be_read_is_told_and_the_next_one_is_read(monkeypat
 
 def test_a_fault_at_one_request_of_a_grpc_stream_is_its_answer() -> None:
     grpc = pytest.importorskip("grpc")
-    from lockstep_serve.grpc_messages import MESSAGES, SERVICE
-    from lockstep_serve.grpc_server import GrpcServer
+    from lockstep_serve.triton.grpc_messages import MESSAGES, SERVICE
+    from lockstep_serve.triton.grpc_server import GrpcServer
 
     async def infer(infer_request: Any) -> Any:
         raise ValueError("a fault of the test")

@@ -128,7 +128,7 @@ def test_each_front_end_has_one_and_a_refusal_its_error(server: RealServer, rece
 
 def test_a_request_over_grpc_has_one_too(server: RealServer, receiver: Receiver) -> None:
     grpc = pytest.importorskip("grpc")
-    from lockstep_serve.grpc_messages import MESSAGES, SERVICE
+    from lockstep_serve.triton.grpc_messages import MESSAGES, SERVICE
 
     request = MESSAGES["ModelInferRequest"](model_name="ensemble", id="over grpc")
     request.inputs.add(name="text_input", datatype="BYTES", shape=[1, 1]).contents.bytes_contents.append(b"Hello")

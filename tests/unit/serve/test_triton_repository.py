@@ -23,11 +23,11 @@ from google.protobuf import json_format
 import triton_stand_in
 from lockstep.errors import InputError
 from lockstep.targets import Results
-from lockstep_serve.model_config import read_config, text_of
-from lockstep_serve.triton_models import MODELS
-from lockstep_serve.triton_repository.lint import check_repository
-from lockstep_serve.triton_repository.options import ACCEPTED, IGNORED, TAKEN, serve_options
-from lockstep_serve.triton_repository.write import Repository, config_of, files_of, write_repository
+from lockstep_serve.triton.model_config import read_config, text_of
+from lockstep_serve.triton.models import MODELS
+from lockstep_serve.triton.repository.lint import check_repository
+from lockstep_serve.triton.repository.options import ACCEPTED, IGNORED, TAKEN, serve_options
+from lockstep_serve.triton.repository.write import Repository, config_of, files_of, write_repository
 from lockstep_serve.unix_socket import unix_socket
 from real_server import RealServer, make_tree
 from triton_stand_in import Request

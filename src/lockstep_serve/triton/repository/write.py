@@ -10,11 +10,11 @@ from typing import Any
 
 from lockstep.artifacts.files import write_bytes
 from lockstep.errors import InputError
-from lockstep_serve.grpc_messages import MESSAGES
-from lockstep_serve.model_config import text_of
 from lockstep_serve.settings import ServiceLimits
-from lockstep_serve.triton_models import MODELS, VERSION, config
-from lockstep_serve.triton_repository.options import TAKEN
+from lockstep_serve.triton.grpc_messages import MESSAGES
+from lockstep_serve.triton.model_config import text_of
+from lockstep_serve.triton.models import MODELS, VERSION, config
+from lockstep_serve.triton.repository.options import TAKEN
 
 _SOURCES = {path.name: path.read_bytes() for path in Path(__file__).with_name("files").glob("*.py")}
 # Outputs for postprocessing: the tokens before a piece of a stream, and whether it is the last.

@@ -14,12 +14,12 @@ import msgspec
 from starlette.requests import Request
 
 from lockstep_serve.bodies import Access, BadRequest, decode_body, read_body
-from lockstep_serve.kserve import SEQUENCE, InferAnswer, events_of, model_endpoints, path_model
 from lockstep_serve.openapi import Endpoint
-from lockstep_serve.tensors import Tensor, to_list, values_array
-from lockstep_serve.triton_infer import InferResponse, Triton
-from lockstep_serve.triton_inputs import InferRequest
-from lockstep_serve.triton_models import VERSION, Spec
+from lockstep_serve.triton.infer import InferResponse, Triton
+from lockstep_serve.triton.inputs import InferRequest
+from lockstep_serve.triton.kserve import SEQUENCE, InferAnswer, events_of, model_endpoints, path_model
+from lockstep_serve.triton.models import VERSION, Spec
+from lockstep_serve.triton.tensors import Tensor, to_list, values_array
 
 _JSON = {"content-type": "application/json"}
 

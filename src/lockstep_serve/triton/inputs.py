@@ -15,13 +15,13 @@ from lockstep.runtime.checks import check_ranges, expect_tokens
 from lockstep.runtime.request import Request
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.step.sampling import Sampling
-from lockstep_serve.bodies import BadRequest, bad_request
+from lockstep_serve.bodies import BadRequest, bad_request, check_words
 from lockstep_serve.prompts import encode_texts
 from lockstep_serve.service import Service
 from lockstep_serve.stream import PromptRequest
-from lockstep_serve.tensors import Tensor
-from lockstep_serve.triton_models import NEVER_MADE, Model, Spec
-from lockstep_serve.words import check_words, spellings, word_ids
+from lockstep_serve.triton.models import NEVER_MADE, Model, Spec
+from lockstep_serve.triton.tensors import Tensor
+from lockstep_serve.triton.words import spellings, word_ids
 
 # The other models' names of tensorrt_llm's inputs.
 _COMMON = {

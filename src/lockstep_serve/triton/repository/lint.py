@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import InputError
-from lockstep_serve.grpc_messages import MESSAGES
-from lockstep_serve.model_config import parameters_of, read_config, text_of
-from lockstep_serve.triton_models import MODELS, VERSION
-from lockstep_serve.triton_repository.options import OWN, serve_options
-from lockstep_serve.triton_repository.write import Repository, config_of, sources_of
+from lockstep_serve.triton.grpc_messages import MESSAGES
+from lockstep_serve.triton.model_config import parameters_of, read_config, text_of
+from lockstep_serve.triton.models import MODELS, VERSION
+from lockstep_serve.triton.repository.options import OWN, serve_options
+from lockstep_serve.triton.repository.write import Repository, config_of, sources_of
 
 
 def check_repository(folder: Path) -> list[str]:

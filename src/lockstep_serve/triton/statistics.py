@@ -6,7 +6,7 @@ import time
 from collections import Counter, defaultdict
 from typing import Any
 
-from lockstep_serve.triton_models import MODELS, VERSION
+from lockstep_serve.triton.models import MODELS, VERSION
 
 _DURATIONS = "success fail queue compute_input compute_infer compute_output cache_hit cache_miss".split()
 

@@ -8,7 +8,7 @@ from typing import Any
 from google.protobuf import text_format
 
 from lockstep.errors import InputError
-from lockstep_serve.grpc_messages import MESSAGES
+from lockstep_serve.triton.grpc_messages import MESSAGES
 
 
 def read_config(path: Path) -> Any:

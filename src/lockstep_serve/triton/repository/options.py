@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import InputError
-from lockstep_serve.model_config import parameters_of, read_config
+from lockstep_serve.triton.model_config import parameters_of, read_config
 
 # The defaults are the server's behaviour without options.
 TAKEN = {

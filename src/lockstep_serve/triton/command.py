@@ -51,9 +51,9 @@ def triton(
     Its models ask `lockstep serve --unix`. The first model that Triton loads starts that server; paths in the
     repository are this machine's.
     """
-    from lockstep_serve.triton_repository.lint import check_repository
-    from lockstep_serve.triton_repository.options import template_values
-    from lockstep_serve.triton_repository.write import Repository, write_repository
+    from lockstep_serve.triton.repository.lint import check_repository
+    from lockstep_serve.triton.repository.options import template_values
+    from lockstep_serve.triton.repository.write import Repository, write_repository
 
     if (check is None) == (target is None) or (target is None) != (out is None):
         raise InputError("triton: expected TARGET and OUT, or --check OUT")

@@ -17,15 +17,24 @@ from lockstep.errors import InputError
 from lockstep_serve.access import check_key
 from lockstep_serve.bodies import Access, BadRequest
 from lockstep_serve.ended_requests import CLIENT_GONE, EndedRequest
-from lockstep_serve.grpc_messages import MESSAGES, SERVICE
-from lockstep_serve.grpc_reader import write
-from lockstep_serve.kserve import SEQUENCE, repository_index, server_metadata
 from lockstep_serve.log import fault_of, log
+from lockstep_serve.protocols import Listener
 from lockstep_serve.stream import Stream, StreamError
-from lockstep_serve.tensors import Tensor, check_declaration, check_parameters, from_bytes, from_list, of, to_bytes
-from lockstep_serve.triton_infer import InferResponse, Triton
-from lockstep_serve.triton_inputs import InferRequest
-from lockstep_serve.triton_models import VERSION, Model, config, metadata, model_of
+from lockstep_serve.triton.grpc_messages import MESSAGES, SERVICE
+from lockstep_serve.triton.grpc_reader import write
+from lockstep_serve.triton.infer import InferResponse, Triton
+from lockstep_serve.triton.inputs import InferRequest
+from lockstep_serve.triton.kserve import SEQUENCE, repository_index, server_metadata
+from lockstep_serve.triton.models import VERSION, Model, config, metadata, model_of
+from lockstep_serve.triton.tensors import (
+    Tensor,
+    check_declaration,
+    check_parameters,
+    from_bytes,
+    from_list,
+    of,
+    to_bytes,
+)
 
 _OPEN = ("ServerLive", "ServerReady")  # without a key
 _CODES = {
@@ -49,7 +58,7 @@ _Notes = dict[str, Any]  # of a request, for observers
 _Method = Callable[[Any, _Notes], Awaitable[Any]]
 
 
-class GrpcServer:
+class GrpcServer(Listener):
     """A gRPC server in front of a service. port: it listens there."""
 
     def __init__(self, triton: Triton, access: Access, host: str, port: int):
@@ -76,21 +85,21 @@ class GrpcServer:
             MESSAGES["ModelStreamInferResponse"].SerializeToString,
         )
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-        address = f"{host}:{port}"
-        if ":" in host:  # IPv6
-            address = f"[{host}]:{port}"
+        self._host = f"[{host}]" if ":" in host else host  # IPv6
         try:
-            self.port = self._server.add_insecure_port(address)
+            self.port = self._server.add_insecure_port(f"{self._host}:{port}")
         except RuntimeError:
             raise InputError(
                 f"--host, --grpc-port: expected an address that is free, found {host}:{port}; name another"
             ) from None
 
+    def __str__(self) -> str:
+        return f"gRPC at {self._host}:{self.port}"
+
     async def start(self) -> None:
         await self._server.start()
 
     async def stop(self, grace: float) -> None:
-        """Accept no more requests; running ones have `grace` seconds."""
         await self._server.stop(grace)
 
     def _methods(self) -> dict[str, Callable[[Any], dict[str, Any]]]:

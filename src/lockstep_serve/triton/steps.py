@@ -13,9 +13,9 @@ from lockstep.runtime.checks import expect_tokens
 from lockstep_serve.bodies import BadRequest, bad_request
 from lockstep_serve.prompts import encode_texts
 from lockstep_serve.service import Service
-from lockstep_serve.tensors import Tensor, of
-from lockstep_serve.triton_inputs import Batch, word_biases
-from lockstep_serve.words import spellings
+from lockstep_serve.triton.inputs import Batch, word_biases
+from lockstep_serve.triton.tensors import Tensor, of
+from lockstep_serve.triton.words import spellings
 
 
 async def preprocess(batch: Batch, service: Service) -> list[Tensor]:

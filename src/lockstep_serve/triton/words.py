@@ -1,26 +1,14 @@
-"""Stop words and bad words: their limits, and their tokens."""
+"""Stop words and bad words as tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 
 import numpy as np
 
 from lockstep.errors import InputError
 from lockstep.runtime.tokenizer import Tokenizer
-from lockstep_serve.bodies import BadRequest, bad_request
-
-# Limited, because the text of each new token is searched for all words.
-_MAX_WORDS = 64
-_MAX_LENGTH = 4096  # characters or tokens of all words together
-
-
-def check_words(name: str, words: Sequence[Sized], unit: str = "characters") -> None:
-    """Raise BadRequest for too many or too long words; unit: of their lengths."""
-    total = sum(map(len, words))
-    if len(words) > _MAX_WORDS or total > _MAX_LENGTH:
-        expected = f"at most {_MAX_WORDS} words and {_MAX_LENGTH} {unit}"
-        raise BadRequest(f"{name}: expected {expected}, found {len(words)} and {total}", name)
+from lockstep_serve.bodies import BadRequest, bad_request, check_words
 
 
 def spellings(name: str, texts: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:

@@ -16,10 +16,10 @@ from lockstep_serve.bodies import Access, BadRequest, decode_body, error_respons
 from lockstep_serve.openapi import Endpoint
 from lockstep_serve.response import TokenResponse
 from lockstep_serve.stream import StreamError
-from lockstep_serve.tensors import Tensor, check_parameters, from_bytes, from_list, to_bytes, to_list
-from lockstep_serve.triton_infer import Inference, InferResponse, Triton
-from lockstep_serve.triton_inputs import InferRequest
-from lockstep_serve.triton_models import MODELS, VERSION, Model, config, metadata, model_of
+from lockstep_serve.triton.infer import Inference, InferResponse, Triton
+from lockstep_serve.triton.inputs import InferRequest
+from lockstep_serve.triton.models import MODELS, VERSION, Model, config, metadata, model_of
+from lockstep_serve.triton.tensors import Tensor, check_parameters, from_bytes, from_list, to_bytes, to_list
 
 EXTENSIONS = ["binary_tensor_data", "model_configuration", "model_repository", "parameters", "generate", "statistics"]
 # What Triton says with each response of an ensemble.

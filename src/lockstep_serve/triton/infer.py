@@ -13,10 +13,10 @@ from lockstep.runtime.completion import Choice
 from lockstep_serve.bodies import BadRequest
 from lockstep_serve.service import Service
 from lockstep_serve.stream import AnswerDelta, Stream, StreamError
-from lockstep_serve.tensors import Tensor, of
-from lockstep_serve.triton_inputs import Batch, InferRequest, Prompt, check_outputs, prompts_of
-from lockstep_serve.triton_statistics import Statistics
-from lockstep_serve.triton_steps import postprocess, preprocess
+from lockstep_serve.triton.inputs import Batch, InferRequest, Prompt, check_outputs, prompts_of
+from lockstep_serve.triton.statistics import Statistics
+from lockstep_serve.triton.steps import postprocess, preprocess
+from lockstep_serve.triton.tensors import Tensor, of
 
 _CONTEXT = 32  # tokens before a piece, from which postprocessing decodes spaces and incomplete characters
 

@@ -1,0 +1,68 @@
+"""Protocols beside those of `app.py`: plug-ins, by entry points of the group `lockstep.protocols`.
+
+An entry point names a `ProtocolPlugin`. `lockstep serve` gives its options to it, and serves what it opens.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lockstep.plugins import entry_points
+
+if TYPE_CHECKING:  # `lockstep --help` loads this module, without the packages of a server
+    from starlette.responses import Response
+
+    from lockstep_serve.bodies import Access
+    from lockstep_serve.openapi import Endpoint
+    from lockstep_serve.service import Service
+
+
+class Listener:
+    """A port of a protocol's own, beside HTTP; str() is what the line of a server that is ready says of it."""
+
+    async def start(self) -> None:
+        """Take requests."""
+        raise NotImplementedError
+
+    async def stop(self, grace: float) -> None:
+        """Take no more requests; running ones have `grace` seconds."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class OpenProtocol:
+    """What a protocol adds to a server.
+
+    prefix: of its paths ("/v2"). error_response: words the errors of a path below it that is no endpoint.
+    """
+
+    prefix: str
+    endpoints: Sequence[Endpoint]
+    error_response: Callable[[Any], Response]
+    listener: Listener | None = None
+
+
+class ProtocolPlugin:
+    """A protocol of a package. title: of its options in the help."""
+
+    title: str
+    options: Sequence[click.Option] = ()
+
+    def prepare(self, options: SimpleNamespace) -> None:
+        """Check the options of `lockstep serve` before anything starts; may change them. Raises InputError."""
+
+    def open(self, options: SimpleNamespace, service: Service, access: Access) -> OpenProtocol:
+        """Return the protocol of a service, in the event loop. Raises InputError."""
+        raise NotImplementedError
+
+
+@functools.cache
+def protocol_plugins() -> tuple[ProtocolPlugin, ...]:
+    """Return the registered plug-ins, sorted by their names."""
+    return tuple(entry.load() for entry in entry_points("protocols").values())
