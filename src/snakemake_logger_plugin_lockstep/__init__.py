@@ -2,8 +2,8 @@
 
     [12/58] golden     demo-llama/fp16/all/onnxruntime     pass   2.4e-02    3 s
 
-Snakemake finds the module by its name: `--logger lockstep`, which the workflow's profiles give. A dry run, `--verbose`
-and what else is no job is told as Snakemake tells it; all of Snakemake's own log stands in `.snakemake/log`.
+Snakemake finds the module by its name: the workflow's profiles pass `--logger lockstep`. Messages of a dry run, of
+`--verbose` and of anything but jobs are printed as Snakemake prints them. Its whole log is in `.snakemake/log`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WILDCARDS = ("model", "precision", "layers", "backend")
 _LOG_LINES = 20  # of a failed job's log
 # What cuDNN's Python package prints at the end of a process that failed: 45 lines after the error.
 _LEAKS = re.compile(r"nanobind: |See https://nanobind|\s*- (leaked |\.\.\. skipped remainder)")
-# What Snakemake says of each run: of no use to a person who wants to know what is made.
+# Snakemake prints these in each run; they tell a person nothing about the jobs.
 _OF_EACH_RUN = (
     "Assuming unrestricted shared filesystem",
     "Building DAG of jobs",
@@ -65,7 +65,9 @@ class LogHandler(LogHandlerBase):
         self._jobs: dict[int, _Job] = {}
         self._total = self._done = 0
         self._has_verdict = False
-        self._stream: TextIO = sys.stdout if self.common_settings.stdout else sys.stderr
+        self._stream: TextIO = sys.stderr
+        if self.common_settings.stdout:
+            self._stream = sys.stdout
         self._is_terminal = self._stream.isatty() and os.environ.get("TERM") != "dumb"
         self._in_colour = self._is_terminal and not self.common_settings.nocolor and not os.environ.get("NO_COLOR")
         self._as_snakemake = self.common_settings.dryrun or self.common_settings.verbose
@@ -118,7 +120,9 @@ class LogHandler(LogHandlerBase):
             for path in values["log"]:
                 self._write("\n".join(f"    {line}" for line in (*_tail(Path(path)), f"log: {path}")))
         elif event in (None, LogEvent.ERROR, LogEvent.GROUP_ERROR, LogEvent.SHELLCMD):
-            text = self._plain.format(record) if event else record.getMessage()
+            text = record.getMessage()
+            if event:
+                text = self._plain.format(record)
             self._has_verdict |= text.startswith("Nothing to be done")
             if text and not text.startswith(_OF_EACH_RUN):
                 self._write(text)
@@ -129,7 +133,10 @@ class LogHandler(LogHandlerBase):
         if job is None or job.rule in ("all", "default"):
             return
         self._has_verdict |= failed or job.rule == "summary"
-        word, figure = ("FAIL", "") if failed else _result(job)
+        word = "FAIL"
+        figure = ""
+        if not failed:
+            word, figure = _result(job)
         padded = f"{word:<4}"
         if self._in_colour and word in _COLOURS:
             padded = f"\x1b[{_COLOURS[word]}m{padded}\x1b[0m"
@@ -141,7 +148,9 @@ class LogHandler(LogHandlerBase):
         self._show_running()
 
     def _write(self, text: str) -> None:
-        self._stream.write(f"\r\x1b[K{text}\n" if self._is_terminal else f"{text}\n")
+        if self._is_terminal:
+            text = f"\r\x1b[K{text}"  # over the line of running jobs
+        self._stream.write(f"{text}\n")
         self._stream.flush()
 
     def _show_running(self) -> None:
@@ -178,9 +187,13 @@ def _result(job: _Job) -> tuple[str, str]:
         report = check.kind.load(Path(job.output[0]))
     except LockstepError:
         return "done", ""
-    figures = [(column, figure(report)) for column, figure in check.figures.items()]
-    column, value = figures[0] if figures else (None, None)
-    return report.result, "" if column is None or value is None else format(value, column.form or ".1e")
+    if not check.figures:
+        return report.result, ""
+    column, figure = next(iter(check.figures.items()))
+    value = figure(report)
+    if value is None:
+        return report.result, ""
+    return report.result, format(value, column.form or ".1e")
 
 
 def _tail(path: Path) -> list[str]:

@@ -107,12 +107,14 @@ class CublasLt:
         The call raises CheckError if none of the algorithms runs.
         """
         out_features, in_features = weight.shape
-        one = ctypes.byref(self._one)
-        zero = ctypes.byref(self._zero)
+        alpha = ctypes.byref(self._one)
+        beta = ctypes.byref(self._zero)
         a, b, c = (ctypes.c_void_p(array.address) for array in (weight, x, out))
         weight_layout = self._layout(in_features, out_features, self._type)
         layout = self._layout
-        product = self._description(*(array.address for array in scales)) if self._fp8 else self._product
+        product = self._product
+        if self._fp8:
+            product = self._description(*(array.address for array in scales))
         matmul = self._library.cublasLtMatmul
         no_workspace = ctypes.c_size_t(0)
         stream_handle = ctypes.c_void_p(stream.handle)
@@ -126,7 +128,7 @@ class CublasLt:
             status = _NOT_SUPPORTED
             for algorithm in algorithms:
                 status = matmul(
-                    self._handle, product, one, a, weight_layout, b, x_layout, zero, c, out_layout, c, out_layout,
+                    self._handle, product, alpha, a, weight_layout, b, x_layout, beta, c, out_layout, c, out_layout,
                     algorithm, None, no_workspace, stream_handle,
                 )  # fmt: skip
                 if not status:
@@ -178,4 +180,6 @@ class CublasLt:
 
 
 def _name(status: int) -> str:
-    return f"CUBLAS_STATUS_{_STATUS[status]}" if status in _STATUS else f"status {status}"
+    if status in _STATUS:
+        return f"CUBLAS_STATUS_{_STATUS[status]}"
+    return f"status {status}"

@@ -126,9 +126,12 @@ def bind(
     """
     form = stack.form
     is_float32 = x.dtype.name == "float32"
-    file = "float32_products.cu" if is_float32 else "expert_products.cu"
     if stack.scales is not None:
         file = "expert_small_weights.cu"
+    elif is_float32:
+        file = "float32_products.cu"
+    else:
+        file = "expert_products.cu"
     module = cuda.compile_kernels(including(file), kind_options(x.dtype.name))
 
     @functools.cache
@@ -139,12 +142,18 @@ def bind(
         sizes: tuple[int, ...] = (form.out_features, form.in_features)
         arguments: tuple[cuda.Array | int, ...]
         if stack.scales is None:
-            name = "experts" if form.transposed else "across"
+            name = "across"  # weights as the graph has them: [in_features, out_features]
+            if form.transposed:
+                name = "experts"
             arguments = (stack.data, *rows, *sizes, blocks)
         else:
-            name = "e2m1" if form.kind == "mxfp4" else f"small_{form.bits}"
+            name = f"small_{form.bits}"
+            if form.kind == "mxfp4":
+                name = "e2m1"
             arguments = (stack.data, stack.scales, *rows, *sizes, form.group_size, blocks)
-        nbytes = 0 if is_float32 else tile.shared(form.bits)
+        nbytes = 0  # the kernels of float32 declare their shared memory
+        if not is_float32:
+            nbytes = tile.shared(form.bits)
         kernel = module[f"{name}_{tile.rows}"]
         return cuda.Launch(kernel, stream, tile.threads, *arguments, overlaps=True, shared=nbytes), blocks
 
@@ -159,4 +168,6 @@ def bind(
 def largest_tile(forms: Iterable[ExpertWeight], dtype: np.dtype) -> Tile:
     """Return the largest tile that GEMMs with all these weights support; dtype: of activations."""
     has_largest = dtype.itemsize == 2 and all(form.bits == 16 for form in forms)
-    return TILES[-1] if has_largest else TILES[-2]
+    if has_largest:
+        return TILES[-1]
+    return TILES[-2]

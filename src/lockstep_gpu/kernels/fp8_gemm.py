@@ -61,7 +61,9 @@ class Fp8Gemm:
         self._stream = stream
         self._shapes = _shapes(device, dtype)
         self._hopper = cuda.is_hopper(device)
-        files = ("fp8_products.cu", "fp8_wgmma.cu") if self._hopper else ("fp8_products.cu",)
+        files = ["fp8_products.cu"]
+        if self._hopper:
+            files.append("fp8_wgmma.cu")
         self._module = cuda.compile_kernels(including(*files), kind_options(dtype.name))
         self._quantized_rows: dict[int, Rows] = {}  # by their columns
 
@@ -111,7 +113,9 @@ class Fp8Gemm:
                 for tile_call in tile_calls(size_for(rows, _LOADED) * -(-rows // _TILE_ROWS)):
                     tile_call(rows)
                 return
-            calls = by_cublas() if rows > FEW[-1] else None
+            calls = None
+            if rows > FEW[-1]:
+                calls = by_cublas()
             if calls is not None:
                 size = size_for(rows, MANY)
                 for call, (part, _, _) in zip(calls, parts):
@@ -160,7 +164,9 @@ class Fp8Gemm:
         loaded = min(max_rows, _TILE_ROWS)
         tiles = -(-weight.shape[0] // _TILE)
         split = next((split for split in (4, 2) if tiles * split * pair <= _CONCURRENT_BLOCKS), 1)
-        stages = _STAGES if split == 1 else _SPLIT_STAGES
+        stages = _SPLIT_STAGES
+        if split == 1:
+            stages = _STAGES
         shared = 1024 + stages * (_TILE + _TILE_ROWS) * _TILE
         if split == 1:
             shared += _TILE_ROWS * (_TILE + 4) * 4  # the results of a tile in fp32, with padded rows

@@ -155,15 +155,15 @@ class _Shapes:
     ) -> Callable[[int], None]:
         """Return a launch of the kernel, by number of rows; up to `max_rows` share each block of outputs."""
         arguments: tuple[cuda.Array | int, ...] = (weight, x, *output_arguments(outs), *weight.shape, max_rows)
-        few = few_rows_launch(self._module[f"few_rows_{max_rows}"], stream, max_rows, *arguments)
-        many = few_rows_launch(self._module["many_rows"], stream, FEW[-1], *arguments)
+        few_rows = few_rows_launch(self._module[f"few_rows_{max_rows}"], stream, max_rows, *arguments)
+        many_rows = few_rows_launch(self._module["many_rows"], stream, FEW[-1], *arguments)
         blocks = -(-weight.shape[0] // OUTPUTS)
 
         def run(rows: int) -> None:
             if rows <= max_rows:
-                few(blocks, rows)
+                few_rows(blocks, rows)
             else:
-                many(blocks * -(-rows // FEW[-1]), rows)
+                many_rows(blocks * -(-rows // FEW[-1]), rows)
 
         return run
 

@@ -1,7 +1,7 @@
 """The library of CUDA kernels: *.cu, compiled one by one, and *.cuh, which they and the kernels of engines include.
 
-NVRTC gets all files by name, from memory. Each one also compiles by itself (`nvcc -std=c++17 -arch=sm_90a -c`): where
-the runtime passes macros, such as sizes, it has defaults for them.
+NVRTC includes files from memory, so it gets the text of each with its name. Each file also compiles by itself
+(`nvcc -std=c++17 -arch=sm_90a -c`): macros that the runtime passes, such as sizes, have defaults.
 """
 
 from __future__ import annotations

@@ -134,7 +134,9 @@ class Products:
         if is_bf16 and is_aligned and weight.group_size % _BF16_COLUMNS == 0:
             return self._tiled(weight, x, outs)
         self._scratch_size = max(self._scratch_size, sum(weight.out_features) * weight.in_features)
-        kernel_rows = MAX_KERNEL_ROWS if weight.fits_kernel and not is_bf16 else 0
+        kernel_rows = 0
+        if weight.fits_kernel and not is_bf16:
+            kernel_rows = MAX_KERNEL_ROWS
         kernel_launch = functools.cache(functools.partial(self._kernel_launch, weight, x, outs))
         # At its first call: by then all weights are bound, so the scratch memory has its final size.
         dequantized = functools.cache(functools.partial(self._dequantized, weight, x, outs))
@@ -169,14 +171,20 @@ class Products:
     def _tiled(self, weight: SmallWeight, x: cuda.Array, outs: Sequence[cuda.Array]) -> Multiplier:
         """Return a call of the kernels of experts, for rows of bf16 with integers or any rows with float32 weights."""
         is_float32 = weight.scales is None
-        file = "float32_products.cu" if is_float32 else "expert_small_weights.cu"
+        if is_float32:
+            file = "float32_products.cu"
+            prefix = "float32"
+        else:
+            file = "expert_small_weights.cu"
+            prefix = f"dense_{weight.bits}"
         module = cuda.compile_kernels(including(file), kind_options(x.dtype.name))
         ends = [0, *itertools.accumulate(weight.out_features)]
 
         @functools.cache
         def launches(tile: Tile) -> list[tuple[cuda.Launch, int]]:
-            name = "float32" if is_float32 else f"dense_{weight.bits}"
-            nbytes = 0 if is_float32 else tile.shared(weight.bits)
+            nbytes = 0  # the kernels of float32 declare their shared memory
+            if not is_float32:
+                nbytes = tile.shared(weight.bits)
             calls = []
             for low, high, out in zip(ends, ends[1:], outs):
                 blocks = -(-(high - low) // tile.outputs)
@@ -185,7 +193,7 @@ class Products:
                 if weight.scales is not None:
                     scales = weight.scales[low:high]
                     arguments = (weight.data[low:high], scales, x, out, *sizes, weight.group_size, blocks, 0)
-                kernel = module[f"{name}_{tile.rows}"]
+                kernel = module[f"{prefix}_{tile.rows}"]
                 launch = cuda.Launch(kernel, self._stream, tile.threads, *arguments, overlaps=True, shared=nbytes)
                 calls.append((launch, blocks))
             return calls
@@ -264,7 +272,9 @@ class Products:
                 base_array, base.stride, shrunk.array, shrunk.stride, *id_arguments, *bs, *out_arguments, *ends, total,
                 *column_arguments, adapters.rank, 0,
             )  # fmt: skip
-            wide = 8 if all(size % 8 == 0 for size in (*ends, total, base.stride, starts[first])) else 1
+            wide = 1  # elements that a thread reads at once
+            if all(size % 8 == 0 for size in (*ends, total, base.stride, starts[first])):
+                wide = 8
             blocks = -(-total // wide // _EXPAND_THREADS)
             launches = {}
             for rows_together in (1, _ROWS_TOGETHER):
@@ -273,7 +283,9 @@ class Products:
             calls.append((launches, blocks))
 
         def run(rows: int) -> None:
-            count = _ROWS_TOGETHER if rows >= _MANY_ROWS else 1
+            count = 1
+            if rows >= _MANY_ROWS:
+                count = _ROWS_TOGETHER
             for launches, blocks in calls:
                 launches[count](-(-rows // count) * blocks, rows)
 

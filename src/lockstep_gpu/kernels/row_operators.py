@@ -120,7 +120,7 @@ def _elementwise(w: Writer, node: onnx.NodeProto, name: str, index: Index, row: 
     operands = [w.broadcast(operand, value, index, row) for operand in names]
     if node.op_type not in ("Min", "Max"):
         return w.combine(form, operands, value.c_type)
-    return functools.reduce(lambda left, right: w.combine(form, [left, right], value.c_type), operands)
+    return functools.reduce(lambda a, b: w.combine(form, [a, b], value.c_type), operands)
 
 
 def _clipped(w: Writer, node: onnx.NodeProto) -> str:
@@ -142,7 +142,9 @@ def _cast(w: Writer, node: onnx.NodeProto, name: str, index: Index, row: str) ->
     c_type = w.value(name).c_type
     if c_type == w.value(node.input[0]).c_type:
         return operand
-    form = "{0} != 0" if c_type == "bool" else f"({c_type}){{0}}"
+    form = f"({c_type}){{0}}"
+    if c_type == "bool":
+        form = "{0} != 0"
     return w.combine(form, [operand], c_type)
 
 
@@ -161,7 +163,9 @@ def _expand(w: Writer, node: onnx.NodeProto, name: str, index: Index, row: str) 
 
 def _filled(w: Writer, node: onnx.NodeProto, name: str, index: Index, row: str) -> Operand:
     tensor = attributes_of(node).get("value")
-    number = 0.0 if tensor is None else float(numpy_helper.to_array(tensor).reshape(-1)[0])
+    number = 0.0
+    if tensor is not None:
+        number = float(numpy_helper.to_array(tensor).reshape(-1)[0])
     return constant_of(number), False
 
 
@@ -215,8 +219,11 @@ def _concat(w: Writer, node: onnx.NodeProto, name: str, index: Index, row: str) 
     operands = list[Operand]()
     form = ""
     first = 0
+    elements = 1  # that are read at once
+    if index.unit:
+        elements = WIDE
     for number, (operand, size) in enumerate(zip(node.input, sizes, strict=True)):
-        last = size - WIDE if index.unit else size - 1
+        last = size - elements
         clamped = f"{place} < {first} ? 0 : {place} < {first + size} ? {place} - {first} : {last}"
         at_operand = w.new()
         w.lines.append(f"int {at_operand} = ({index.base}) / {full} * {size} + ({clamped});")
@@ -295,7 +302,9 @@ def _dequantized(w: Writer, node: onnx.NodeProto, name: str, index: Index, row: 
         number = f"in{integers}[{element} + j]"
     else:
         number = f"(in{integers}[({element} + j) / 2] >> ({element} + j) % 2 * 4 & 15)"
-    count = WIDE if index.unit else 1  # within one group: group sizes are multiples of it
+    count = 1
+    if index.unit:
+        count = WIDE  # all of one group: group sizes are multiples of it
     w.lines += [
         f"long long {element} = {at} * {width} + {index.base};",
         f"float {scale} = number_of_half(in{factors}[{element} / {sizes['block_size']}]) * {1 / SCALES_TIMES}f;",
@@ -357,7 +366,9 @@ def _reduce(w: Writer, node: onnx.NodeProto) -> bool:
     size = math.prod(source.sizes[axis] for axis in reduced)
     start, form, join = _REDUCTIONS[node.op_type]
     total = w.new()
-    scale = f" * {np.float32(1 / size):.9e}f" if node.op_type == "ReduceMean" else ""
+    scale = ""
+    if node.op_type == "ReduceMean":
+        scale = f" * {np.float32(1 / size):.9e}f"
 
     def add(index: Index) -> None:
         text, vector = w.view(node.input[0], transposed, strides, 0, index, "row")
@@ -406,7 +417,9 @@ def _top_k(w: Writer, node: onnx.NodeProto) -> bool:
     scores = w.store_array(node.input[0], node.input[0])
     values = w.shared(groups * count)
     ids = w.shared(groups * count)
-    sign = ">" if attributes.get("largest", 1) else "<"
+    sign = ">"
+    if not attributes.get("largest", 1):
+        sign = "<"
     w.lines += [
         f"EACH(i, {groups * count}) {values}[i] = {ids}[i] = 0.0f;",
         "__syncthreads();",

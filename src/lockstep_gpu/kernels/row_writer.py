@@ -85,8 +85,9 @@ def constant_of(number: float) -> str:
     if math.isnan(number):
         return "__int_as_float(0x7fc00000)"
     if math.isinf(number):
-        bits = "0xff800000" if number < 0 else "0x7f800000"
-        return f"__int_as_float({bits})"
+        if number < 0:
+            return "__int_as_float(0xff800000)"
+        return "__int_as_float(0x7f800000)"
     return f"{np.float32(number):.9e}f"
 
 
@@ -218,7 +219,9 @@ class Writer:
         value = self._values.get(name, "of an unknown shape")
         if isinstance(value, Value):
             return value
-        producer = self._producers[name].op_type if name in self._producers else "the input"
+        producer = "the input"
+        if name in self._producers:
+            producer = self._producers[name].op_type
         raise Unsupported(f"{producer} {name} {value}")
 
     def axis_of(self, axis: int, name: str, node: onnx.NodeProto) -> int:
@@ -252,8 +255,13 @@ class Writer:
         if name in self._scales:
             return SCALES
         if value.element in _C_TYPES:
-            return INDEX if len(value.sizes) == 1 else CHOICES
-        return WEIGHT if value.axis is None else ROWS
+            # An index is one integer a row, of 32 or 64 bits; choices are several, which a kernel wrote as 32 bits.
+            if len(value.sizes) == 1:
+                return INDEX
+            return CHOICES
+        if value.axis is None:
+            return WEIGHT
+        return ROWS
 
     def _parameters(self, outputs: Sequence[str], codes: Sequence[str]) -> str:
         texts = []
@@ -269,14 +277,18 @@ class Writer:
             }
             texts.append(kinds[self._kind(name)])
         for number, name in enumerate(outputs):
-            c_type = self._stored_type(name) if self.value(name).element in STORED else "int"
+            c_type = "int"
+            if self.value(name).element in STORED:
+                c_type = self._stored_type(name)
             texts.append(f"{c_type}* __restrict__ out{number}, int out_step{number}")
         numbers = [outputs.index(name) for name in codes]
         texts += [f"unsigned char* __restrict__ codes{n}, float* __restrict__ step_of_row{n}" for n in numbers]
         return ", ".join(texts)
 
     def _stored_type(self, name: str) -> str:
-        return "float" if name in self._wide else "unsigned short"
+        if name in self._wide:
+            return "float"
+        return "unsigned short"
 
     def argument(self, name: str) -> int:
         """Return the number of an argument, which is added at its first use."""
@@ -478,7 +490,9 @@ class Writer:
             return variable, False
         reject_if(kind not in (WEIGHT, ROWS) or value.element not in STORED, f"the input {name} of another type")
         reject_if(value.axis is not None and value.outer > 1, f"the input {name} {list(value.sizes)}")
-        offset = f"{row} * step{number} + {index.base}" if kind == ROWS else index.base
+        offset = index.base
+        if kind == ROWS:
+            offset = f"{row} * step{number} + {offset}"
         if index.unit and kind == ROWS and value.width % WIDE:  # rows that start anywhere
             return self.one_by_one(lambda at: self.number(name, at, row), index)
         if index.unit:
@@ -495,7 +509,9 @@ StoredRule = Callable[[Writer, onnx.NodeProto], bool]
 def _element(operand: Operand) -> str:
     """Return the C++ expression of an operand's element in a loop over j."""
     text, vector = operand
-    return f"{text}[j]" if vector else text
+    if vector:
+        return f"{text}[j]"
+    return text
 
 
 def _values_of_a_row(piece: onnx.ModelProto) -> dict[str, Value | str]:
@@ -504,7 +520,7 @@ def _values_of_a_row(piece: onnx.ModelProto) -> dict[str, Value | str]:
     of_several = _shapes(piece, _TRIED_ROWS)
     values: dict[str, Value | str] = {}
     for name, (element, dims) in of_a_row.items():
-        other_dims = of_several[name][1] if name in of_several else ()
+        _, other_dims = of_several.get(name, (element, ()))
         sizes = tuple(size for size in dims if isinstance(size, int))
         other = tuple(size for size in other_dims if isinstance(size, int))
         if not len(sizes) == len(dims) == len(other) == len(other_dims):

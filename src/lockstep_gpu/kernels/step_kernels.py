@@ -45,7 +45,9 @@ class Kernels:
         tokens, heads, key_dim = key.shape
         key_nbytes = key_dim * key.dtype.itemsize
         value_nbytes = value.shape[2] * key.dtype.itemsize
-        unit = 16 if key_nbytes % 16 == 0 and value_nbytes % 16 == 0 else 2
+        unit = 2  # bytes that a thread copies at once
+        if key_nbytes % 16 == 0 and value_nbytes % 16 == 0:
+            unit = 16
         key_size = key_nbytes // unit
         value_size = value_nbytes // unit
         sizes = keys.shape[2], heads, key_size, value_size

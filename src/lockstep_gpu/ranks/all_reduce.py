@@ -114,7 +114,7 @@ class Exchange:
 
     @property
     def group(self) -> tuple[cuda.Array | int, ...]:
-        """Return the kernel arguments of sums.cuhh's Group."""
+        """Return the kernel arguments of sums.cuh's Group."""
         return self._peers, self._state, self._lost, self.rank, self._slot, TIMEOUT_S
 
     def give_up(self) -> None:
@@ -152,7 +152,9 @@ def connect(devices: Sequence[Device], sum_nbytes: int, gather_nbytes: int) -> l
 
 def shots_for(units: int, world: int) -> int:
     """Return 1 or 2, the shots of an all-reduce of `units` units of 16 bytes: see all_reduce.cu."""
-    return 1 if world == 2 or units * _UNIT <= ONE_SHOT_NBYTES else 2
+    if world == 2 or units * _UNIT <= ONE_SHOT_NBYTES:
+        return 1
+    return 2
 
 
 def _grid(units: int) -> tuple[int, int]:

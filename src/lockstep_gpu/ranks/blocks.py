@@ -81,7 +81,7 @@ class RankBlocks:
         self._limits = limits
         self._exchange = exchange
         self.buffer = Buffers(limits.largest_pass)
-        self.logit_buffers = dict[tuple[str, ...], cuda.Array]()
+        self.logit_buffers = dict[tuple[str, bool], cuda.Array]()  # by kind of pass, and whether it is a shard
         # (columns, rank of each adapter, dtype) of the mask that engines read instead of `IDS`; None if none does.
         self.mask_type = _mask_of_engines(network)
 
@@ -125,8 +125,13 @@ class RankBlocks:
         bound: list[list[_BoundCall | _AllReduce]] = []
         values_after = []
         for block, mixer in ((network.embedding, None), *network.layers, (network.exit, None)):
-            steps = self._steps(block.for_rows(adapted), values, dims, "prompts", mask)
-            bound.append([step if isinstance(step, _AllReduce) else _bind(step) for step in steps])
+            calls: list[_BoundCall | _AllReduce] = []
+            for step in self._steps(block.for_rows(adapted), values, dims, "prompts", mask):
+                if isinstance(step, _EngineCall):
+                    calls.append(_bind(step))
+                else:
+                    calls.append(step)
+            bound.append(calls)
             if mixer is not None:
                 self.add_attention_output(mixer, values, largest)
             values_after.append(dict(values))
@@ -145,9 +150,11 @@ class RankBlocks:
     def logits(self, kind: str, shape: Sequence[int], dtype: np.dtype) -> cuda.Array:
         """Return a buffer of logits, [num_requests, vocab_size], or of a rank's shard of them."""
         is_shard = shape[1] != self._network.vocab_size
-        key = (kind, "part") if is_shard else (kind,)
+        key = (kind, is_shard)
         if key not in self.logit_buffers:
-            requests = MAX_VERIFY_TOKENS if kind == "verify" else self._limits.num_slots
+            requests = self._limits.num_slots
+            if kind == "verify":
+                requests = MAX_VERIFY_TOKENS
             rows = requests + is_shard  # gathers read on to a multiple of 16 bytes
             self.logit_buffers[key] = cuda.empty((rows, *shape[1:]), dtype, "logits")
         return self.logit_buffers[key][: shape[0]]
@@ -177,7 +184,9 @@ class RankBlocks:
             piece_outputs = {}
             for io in piece.signature.outputs:
                 name = piece.sums.get(io.name, io.name)
-                key = IO(name, io.dtype, io.shape).key if name in output_names else f"piece/{name}"
+                key = f"piece/{name}"
+                if name in output_names:
+                    key = IO(name, io.dtype, io.shape).key
                 array = self._output(key, io, dims, reserved, kind)
                 piece_outputs[io.name] = array
                 reserved.add(array.address)
@@ -195,15 +204,16 @@ class RankBlocks:
         shape = concrete_shape(io.shape, dims)
         if key == "logits":
             return self.logits(kind, shape, io.numpy_dtype)
-        for number in itertools.count():
-            array = self.buffer(f"{key}/{number}" if number else key, shape, io.numpy_dtype)
+        array = self.buffer(key, shape, io.numpy_dtype)
+        for number in itertools.count(1):
             if array.address not in reserved:
                 break
+            array = self.buffer(f"{key}/{number}", shape, io.numpy_dtype)
         return array
 
 
 class PrefillBlocks:
-    """All blocks of a network, in order, bound to buffers of the largest pass; values: by name, after each block."""
+    """All blocks of a network, in order, bound to buffers of the largest pass; values: by key, after each block."""
 
     def __init__(
         self, blocks: Sequence[Sequence[_BoundCall | _AllReduce]], values: Sequence[Values], exchange: Exchange | None

@@ -146,7 +146,9 @@ class Rank:
         key = (count, adapted, drawn, verifies, *(attention.capacity for attention in self.attentions))
         calls = self._decode_passes.get(key)
         if calls is None:
-            state = self.verify_state if verifies else self.state
+            state = self.state
+            if verifies:
+                state = self.verify_state
             rows = state.rows[:count]
             positions = state.positions[:count]
             inputs = Inputs(
@@ -189,7 +191,9 @@ class Rank:
         blocks = self._bound_blocks(adapted)
         requests = inputs.logit_rows.shape[0]
         logits = self.blocks.logits("prompts", (requests, self.network.vocab_size), blocks.logits.dtype)
-        shard_logits = blocks.logits[:requests] if self.splits_logits and not drawn else None
+        shard_logits = None
+        if self.splits_logits and not drawn:
+            shard_logits = blocks.logits[:requests]
         exit_inputs = self.blocks.exit_inputs(blocks.values[-2], tokens.num_tokens)
         calls = PassCalls([], logits, shard_logits, exit_inputs, warm=True)
         for parts in self._prompt_parts(blocks, inputs, tokens, logits, adapted, drawn):
@@ -212,7 +216,10 @@ class Rank:
         last = len(self._layer_attention)
 
         def block_part(number: int, make: Callable[[], Calls]) -> Part:
-            return Part(("block", number, total, adapted) if is_captured else None, make)
+            key = None
+            if is_captured:
+                key = ("block", number, total, adapted)
+            return Part(key, make)
 
         def observed(number: int, part: str, layer: int) -> Calls:
             block = self.network.blocks[number]
@@ -280,8 +287,11 @@ class Rank:
 
     def _make_decode_pass(self, inputs: Inputs, adapted: bool, drawn: bool, verifies: bool) -> PassCalls:
         """Return the calls for rows of one token; nothing is enqueued."""
-        kind = "verify" if verifies else "decode"
-        state = self.verify_state if verifies else self.state
+        kind = "decode"
+        state = self.state
+        if verifies:
+            kind = "verify"
+            state = self.verify_state
         total = inputs.token_ids.shape[0]
         values = inputs.values()
         mask = self.blocks.mask(total, adapted)
@@ -306,7 +316,9 @@ class Rank:
         computed = values["logits"]  # a shard of the logits, if ranks split them
         logits = self.blocks.logits(kind, (total, network.vocab_size), computed.dtype)
         calls += self._last_calls(computed, logits, inputs, drawn, state)
-        shard_logits = computed if self.splits_logits and not drawn else None
+        shard_logits = None
+        if self.splits_logits and not drawn:
+            shard_logits = computed
         observed = self._observer is not None
         return PassCalls([Part(None, lambda: calls)], logits, shard_logits, exit_inputs, observed=observed)
 
@@ -339,12 +351,13 @@ class Rank:
         written = arrays(block.signature.outputs, after)
 
         def show() -> None:
-            given, made = ({name: self.fetch(array) for name, array in side.items()} for side in (read, written))
+            block_inputs = {name: self.fetch(array) for name, array in read.items()}
+            block_outputs = {name: self.fetch(array) for name, array in written.items()}
             if part == "exit":  # without rows of slots that are in no request
                 is_request = self.fetch(inputs.slots) >= 0
-                given["logit_rows"] = given["logit_rows"][is_request]
-                made = {name: array[is_request] for name, array in made.items()}
-            observer.block(part, layer, given, made)
+                block_inputs["logit_rows"] = block_inputs["logit_rows"][is_request]
+                block_outputs = {name: array[is_request] for name, array in block_outputs.items()}
+            observer.block(part, layer, block_inputs, block_outputs)
 
         return [("observer", show)]
 
@@ -378,8 +391,8 @@ class Rank:
         slots = inputs.slots
         positions = inputs.logit_positions
         out = state.next_tokens, state.token_ids, state.positions
-        given = inputs.token_ids, inputs.logit_rows, state.samplings, state.logits_tables.arrays
-        draw = ("next token", lambda: kernels.advance(stream, logits, slots, positions, limit, *given, *out))
+        draw_inputs = inputs.token_ids, inputs.logit_rows, state.samplings, state.logits_tables.arrays
+        draw = ("next token", lambda: kernels.advance(stream, logits, slots, positions, limit, *draw_inputs, *out))
         if not self.splits_logits:
             return [draw]
         exchange = self.blocks.exchange

@@ -145,7 +145,7 @@ def _inside(around: str, program: str) -> str:
 
 
 def bounded(text: str, white_space: str = _WHITE_SPACE) -> str:
-    """Return a schema that allows white space of a bounded length, unless it says itself what it allows.
+    """Return a schema that allows white space of a bounded length, unless it sets white space itself.
 
     Without a bound, a model may fill its answer with white space.
     """

@@ -99,7 +99,10 @@ class Pair:
         self._weights = {slot.name: slot_array(source, tensors[slot.name], slot.sizes) for slot in slots}
         self._run_graph = NoisyRun(self._model, self._weights, threads)
         built = engines.tensors(name, tensors)
-        self._executable = engines.load(name, threads).bind(source if built else None, built)
+        bound_source = None
+        if built:
+            bound_source = source
+        self._executable = engines.load(name, threads).bind(bound_source, built)
         run = with_activations(engines.assembly, engines.backend.activations)
         self._is_narrow = engines.assembly.dtype == "float32" and run.dtype == "float16"
         self.failures: list[str] = []
@@ -204,20 +207,25 @@ class Pair:
         """
         case = replace(trial.case, profile=profile)
         rows = Rows(sweep.expected(trial), outputs, sweep.beyond(trial))
-        others = sweep.others(trial)
+        trials_of_other_rows = sweep.with_other_rows(trial)
         calls = 1
         while True:
-            more = [] if rows.count >= DECISIVE_ROWS else list(itertools.islice(others, calls))
-            run, lines = self._judged(case, feed, rows, tolerance, 1 if more else ENOUGH)
+            next_trials: list[Trial] = []
+            enough = ENOUGH
+            if rows.count < DECISIVE_ROWS:
+                next_trials = list(itertools.islice(trials_of_other_rows, calls))
+            if next_trials:  # strict on few rows, because more may follow
+                enough = 1
+            run, lines = self._judged(case, feed, rows, tolerance, enough)
             is_rms = all(judge.share(error) <= 1 for error in run.outputs.values())
-            if not (more and lines and is_rms):
+            if not (next_trials and lines and is_rms):
                 self.failures += lines
                 return run
-            for other in more:
-                feed = sweep.feed(other)
+            for next_trial in next_trials:
+                feed = sweep.feed(next_trial)
                 outputs = runner.infer(OrderedDict(feed), check_inputs=False)
-                rows += Rows(sweep.expected(other), outputs, sweep.beyond(other))
-            calls += len(more)
+                rows += Rows(sweep.expected(next_trial), outputs, sweep.beyond(next_trial))
+            calls += len(next_trials)
 
     def _judged(
         self, case: inputs.Case, feed: Arrays, rows: Rows, tolerance: Tolerances, enough: int = ENOUGH

@@ -65,7 +65,7 @@ class _RowSweep(Sweep):
     def __init__(
         self, graph: Graph, sizes: Sizes, decisive: int, piece: int, draw: random.Random, largest: float, run: Run
     ):
-        """sizes: of the whole input. decisive: rows, of the first, that decide what is right at a size."""
+        """sizes: of the whole input. decisive: the number of first rows from which `with_other_rows` takes."""
         self._whole, self._large = _rows(graph, sizes, draw, largest)
         self._decisive = decisive
         self._piece_rows = piece
@@ -73,7 +73,7 @@ class _RowSweep(Sweep):
         self._random = np.random.default_rng(draw.randrange(1 << 32))
         self._pieces: dict[int, Arrays] = {}
 
-    def others(self, trial: Trial) -> Iterator[Trial]:
+    def with_other_rows(self, trial: Trial) -> Iterator[Trial]:
         rows = np.unique(trial.rows)
         unused = self._random.permutation(np.setdiff1d(np.arange(self._decisive), rows))
         for start in range(0, len(unused) - len(rows) + 1, len(rows)):
@@ -161,7 +161,7 @@ class _ExitSweep(_RowSweep):
     def _trial(self, step_rows: np.ndarray, rows: Sequence[int], repeats: str = "") -> Trial:
         """Return a run of a step; its rows with logits change places with some of the first."""
         case = Case(0, {"num_requests": len(rows), "num_tokens": len(step_rows)}, repeats=repeats)
-        return next(self.others(Trial(case, np.array(rows, np.int64), step_rows=step_rows)))
+        return next(self.with_other_rows(Trial(case, np.array(rows, np.int64), step_rows=step_rows)))
 
     def feed(self, trial: Trial) -> dict[str, np.ndarray]:
         assert trial.step_rows is not None  # of an exit
@@ -174,7 +174,12 @@ class _ExitSweep(_RowSweep):
 
 
 def _cut(inputs: Whole, rows: np.ndarray | slice) -> dict[str, np.ndarray]:
-    return {name: array[rows] if has_rows else array for name, (array, has_rows) in inputs.items()}
+    arrays = {}
+    for name, (array, has_rows) in inputs.items():
+        if has_rows:
+            array = array[rows]
+        arrays[name] = array
+    return arrays
 
 
 def _rows(graph: Graph, sizes: Sizes, draw: random.Random, largest: float) -> tuple[Whole, np.ndarray]:

@@ -64,7 +64,7 @@ class Sweep:
     def expected(self, trial: Trial) -> Arrays:
         raise NotImplementedError
 
-    def others(self, trial: Trial) -> Iterator[Trial]:
+    def with_other_rows(self, trial: Trial) -> Iterator[Trial]:
         """Yield runs of the same sizes on other rows, of which each comes once; none where rows depend on others."""
         yield from ()
 

@@ -1,7 +1,7 @@
 """A server's answer compared with the second sampler: its tokens, why it ended, its text, its log-probabilities.
 
-In: the request, the answer, and the logits after the prompt and each token. Out: what is wrong, in lines, and how
-many tokens hung on what was asked.
+In: the request, the answer, and the logits after the prompt and each token. Out: a line for each fault, and how many
+tokens would differ without the request's parameters.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ def judge_tokens(request: Asked, tokens: Sequence[int], logits: np.ndarray, text
     """
     verdict = Verdict(tokens=len(tokens))
     noise = noises(request.rules, request.prompt, len(tokens), logits.shape[1], request.choice)
-    plain_noise = noises(request.plain, request.prompt, len(tokens), logits.shape[1], 0) if request.choice else noise
+    plain_noise = noise
+    if request.choice:
+        plain_noise = noises(request.plain, request.prompt, len(tokens), logits.shape[1], 0)
     for step, (token, row) in enumerate(zip(tokens, logits)):
         before = tokens[:step]
         chosen = _choose(request, row, before, noise[step], texts, bounds)
@@ -92,7 +94,9 @@ def judge_tokens(request: Asked, tokens: Sequence[int], logits: np.ndarray, text
             continue
         else:
             gap = chosen.best - float(chosen.near[token])
-            why = f"whose score is {gap:.3g} lower" if np.isfinite(gap) else "which is left out"
+            why = "which is left out"
+            if np.isfinite(gap):
+                why = f"whose score is {gap:.3g} lower"
         verdict.wrong.append(f"step {step}: expected token {chosen.token}, found {token}, {why}")
         break
     return verdict
@@ -101,15 +105,17 @@ def judge_tokens(request: Asked, tokens: Sequence[int], logits: np.ndarray, text
 def judge(request: Asked, answer: Answer, logits: np.ndarray, texts: Texts, bounds: Bounds) -> Verdict:
     """Judge why an answer ended, its text and its log-probabilities. logits: as of `judge_tokens`.
 
-    Where the prompt is repeated with log-probabilities, those behind each of its tokens too, before the others.
+    If the prompt is repeated with log-probabilities, `logits` begin with those after each of its tokens.
     """
     verdict = Verdict(answers=1)
     verdict.wrong += [
         line for line in (_wrong_end(request, answer, texts), _wrong_text(request, answer, texts)) if line
     ]
     if request.logprobs is not None:
-        before = request.prompt if request.echo is not None else ()
-        verdict.wrong += _wrong_logprobs(request, [*before, *answer.token_ids], answer, logits, bounds, verdict)
+        tokens = list(answer.token_ids)
+        if request.echo is not None:
+            tokens = [*request.prompt, *tokens]
+        verdict.wrong += _wrong_logprobs(request, tokens, answer, logits, bounds, verdict)
     return verdict
 
 
@@ -155,7 +161,9 @@ def _wrong_end(request: Asked, answer: Answer, texts: Texts) -> str | None:
             continue
         if step + 1 < len(tokens):
             return f"expected the end at step {step} ({reason}), found {len(tokens) - step - 1} more tokens"
-        return None if reason == answer.finish else f"finish_reason: expected {reason}, found {answer.finish}"
+        if reason == answer.finish:
+            return None
+        return f"finish_reason: expected {reason}, found {answer.finish}"
     return f"expected more than {len(tokens)} tokens, found the end ({answer.finish})"
 
 
@@ -165,27 +173,33 @@ def _end(request: Asked, tokens: Sequence[int], texts: Texts) -> str | None:
     is_whole = request.form is not None and len(text) == request.form[1]
     if tokens[-1] in request.rules.stop_ids or _contains(text, request.stop) or is_whole:
         return "stop"
-    return "length" if len(tokens) == request.max_tokens else None
+    if len(tokens) == request.max_tokens:
+        return "length"
+    return None
 
 
 def _text(request: Asked, tokens: Sequence[int], texts: Texts) -> str:
     """Return the text of an answer: without the token that ended it, up to the first stop string."""
-    is_stopped = bool(tokens) and tokens[-1] in request.rules.stop_ids
-    text = texts.added(request.prompt, tokens[:-1] if is_stopped else tokens)
-    ends = [place for word in request.stop if (place := text.find(word)) >= 0]
-    return text[: min(ends, default=len(text))]
+    if tokens and tokens[-1] in request.rules.stop_ids:
+        tokens = tokens[:-1]
+    text = texts.added(request.prompt, tokens)
+    return min((text.partition(word)[0] for word in request.stop), key=len, default=text)
 
 
 def _wrong_text(request: Asked, answer: Answer, texts: Texts) -> str | None:
     expected = (request.echo or "") + _text(request, answer.token_ids, texts)
-    return None if agree(expected, answer.text) else f"text: expected {expected!r}, found {answer.text!r}"
+    if agree(expected, answer.text):
+        return None
+    return f"text: expected {expected!r}, found {answer.text!r}"
 
 
 def _wrong_logprobs(
     request: Asked, tokens: Sequence[int], answer: Answer, logits: np.ndarray, bounds: Bounds, verdict: Verdict
 ) -> Iterator[str]:
     """Yield the faults of the log-probabilities of tokens: the first of each kind."""
-    entries = (answer.logprobs, answer.top, answer.tokens, *(() if request.is_chat else (answer.offsets,)))
+    entries: list[Sequence[Any]] = [answer.logprobs, answer.top, answer.tokens]
+    if not request.is_chat:
+        entries.append(answer.offsets)
     lengths = [len(entry) for entry in entries]
     if lengths != [len(tokens)] * len(lengths):
         yield f"logprobs: expected {len(tokens)} entries, found {lengths}"
@@ -230,10 +244,12 @@ def _wrong_top(
     count = min(request.logprobs or 0, len(expected))
     largest = np.sort(expected)[len(expected) - count :][::-1]
     values = sorted(top.values(), reverse=True)
-    is_apart = not request.is_chat and not (count and expected[token] >= largest[-1] - bound)
-    counts = {count + 1} if is_apart else {count}
-    if not request.is_chat and not is_apart and expected[token] <= largest[-1] + bound:
-        counts.add(count + 1)  # as likely as the last: which of them is in the list is rounding
+    counts = {count}
+    if not request.is_chat:  # completions add the chosen token to the list if it is not among the likeliest
+        if not count or expected[token] < largest[-1] - bound:
+            counts = {count + 1}
+        elif expected[token] <= largest[-1] + bound:
+            counts.add(count + 1)  # as likely as the last: which of them is in the list is rounding
     if len(values) not in counts:
         return f"expected {min(counts)} entries, found {len(values)}"
     if not request.is_chat and top.get(text) != logprob:

@@ -128,8 +128,11 @@ def _changed(
     if len(answer) < rules.min_tokens:
         changed[[token for token in rules.stop_ids if 0 <= token < len(logits)]] = -np.inf
     for token in {*prompt, *answer}:
-        above = changed[token] > 0
-        changed[token] *= 1 / rules.repetition_penalty if above else rules.repetition_penalty
+        # A penalty always lowers a logit: dividing would raise one below 0.
+        if changed[token] > 0:
+            changed[token] *= 1 / rules.repetition_penalty
+        else:
+            changed[token] *= rules.repetition_penalty
     for token in set(answer):
         changed[token] -= rules.presence_penalty + rules.frequency_penalty * list(answer).count(token)
     if np.all(changed == -np.inf):
@@ -143,10 +146,15 @@ def _edge(rules: Rules, ordered: np.ndarray, slack: float) -> float:
     ordered: weights, logarithms, the largest first, which is 0. slack: how far below the edge a token may be to be kept
     nevertheless; below 0: how far above it must be, which none may be.
     """
-    edge = float(np.log(rules.min_p) - slack) if rules.min_p else -np.inf
+    edge = -np.inf
+    if rules.min_p:
+        edge = float(np.log(rules.min_p) - slack)
     largest = ordered[ordered >= edge]
     if 0 < rules.top_k < len(largest):
-        edge = max(edge, largest[rules.top_k - 1] - slack if slack >= 0 else largest[rules.top_k] - slack)
+        last = rules.top_k  # the first token that is left out
+        if slack >= 0:
+            last = rules.top_k - 1
+        edge = max(edge, largest[last] - slack)
         largest = largest[: rules.top_k]
     if rules.top_p < 1:
         parts = np.exp(largest)

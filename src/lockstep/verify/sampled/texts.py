@@ -48,4 +48,6 @@ def agree(expected: str, actual: str) -> bool:
     The replacement of bytes that are no character depends on the decoder, and where a run of them ends.
     """
     prefix, undecoded, _ = expected.partition(UNDECODED)
-    return actual.startswith(prefix) if undecoded else actual == expected
+    if undecoded:
+        return actual.startswith(prefix)
+    return actual == expected
