@@ -153,11 +153,11 @@ $(VENV)/.pinned: $(PINS) envs/hashes.txt envs/openvino.txt
 	@$(PYTHON) -m venv --clear $(VENV)
 	@torch=$(TORCH); \
 	  $(if $(TORCH_CPU),$(PIP) install --quiet --dry-run --no-deps $(TORCH_CPU) 2> /dev/null && torch=$(TORCH_CPU);) \
-	  case "$$torch" in \
-	    *+cpu) size="0.5 GB to download" ;; \
-	    *) size="0.5 GB to download where pip's index has a CPU build of PyTorch, else 3 GB, with CUDA's libraries (docs/install.md)" ;; \
+	  case "$$torch-$$(uname -m)" in \
+	    *+cpu-*|*-aarch64) size="0.5 GB to download, 2 GB on the disk" ;; \
+	    *) size="3 GB to download, 6 GB on the disk, most of it CUDA's libraries (0.5 GB and 2 GB with a CPU build: docs/install.md)" ;; \
 	  esac; \
-	  echo "Installing the pins into $(VENV), with $$torch: $$size, then two to three minutes"; \
+	  echo "Installing the pins into $(VENV), with $$torch: $$size"; \
 	  echo "$$torch" > $(VENV)/torch
 	@torch=$$(cat $(VENV)/torch); $(PIP) install --quiet $(COMPILE_LATER) --no-deps "$$torch" & torch=$$!; \
 	  $(PIP) install --quiet $(COMPILE_LATER) --no-deps --require-hashes -r envs/hashes.txt -r envs/openvino.txt; others=$$?; \

@@ -138,7 +138,7 @@ def test_a_mistake_in_the_config_is_one_line_before_any_job(
 
 YAML_MISTAKES = {
     "a key twice": (b"models:\n  a: 1\n  a: 2\n", ":3: expected YAML; found the key 'a' twice"),
-    "no file": (None, ": expected a readable config file; found No such file or directory"),
+    "no file": (None, ": expected a readable config file; found none; `lockstep init SOURCE` writes one"),
 }
 
 

@@ -84,7 +84,7 @@ def test_what_is_missing_is_said_before_any_job(demo: Checkout) -> None:
     assert process.returncode
     (line,) = [line for line in process.stderr.splitlines() if line.startswith("lockstep: error: ")]
     assert "models.demo-llama.backends[1]: expected backends that are installed" in line
-    assert "tensorrt: the Python package tensorrt is not installed for this Python: pip install tensorrt" in line
+    assert 'tensorrt: the Python package tensorrt is not installed for this Python: pip install ".[tensorrt]"' in line
     demo.edit_config(lambda config: config.update(skip_missing_backends=True))
     output = demo.snakemake("-n")
     assert "Left out: the targets of tensorrt, for " in output.stdout + output.stderr

@@ -22,7 +22,10 @@ from lockstep.targets import Results
 def bisect(
     target: str, prompt: str | None, save_inputs: Path | None, as_json: bool, threads: int | None, results: Path
 ) -> None:
-    """Find where a target goes wrong: engine against graph against PyTorch."""
+    """Find where a target goes wrong.
+
+    Its engines are compared with its graphs, and these with PyTorch.
+    """
     tree = Results(results)
     config = used_config(tree)
     chosen = config.parse_target(target, of_last_run(tree))

@@ -30,7 +30,10 @@ def bundle(
     as_json: bool,
     results: Path,
 ) -> None:
-    """Pack a target into one file, which runs where its backend is installed."""
+    """Pack a target into one file.
+
+    It runs where its backend is installed.
+    """
     from lockstep.bundle.pack import pack
     from lockstep.publish import dsse, signature
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from pathlib import Path
@@ -19,7 +20,6 @@ from lockstep.targets import is_quantized
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
-    from lockstep.config.sources import CheckpointShape
 
 _VERSIONS = ("snakemake", "torch", "transformers", "onnx", "onnxruntime", "openvino")
 # TensorRT has a package for each version of CUDA, which has three parts.
@@ -36,9 +36,10 @@ QUANTIZED_PER_BYTE = 8
 @click.argument("config", required=False, type=PATH, metavar="[CONFIG.yaml]")
 @JSON
 def doctor(config: Path | None, as_json: bool) -> None:
-    """List the backends that build and run here, and missing packages with their install lines.
+    """List the backends that build and run here.
 
-    With a config, also the memory, disk and time that its models need. It changes nothing.
+    And what is missing, with its install line. With a config, also the memory, disk and time that its models need. It
+    changes nothing.
     """
     from lockstep.config.load import load
 
@@ -100,18 +101,24 @@ def _backends() -> dict[str, dict[str, Any]]:
 
 def _models(config: Config, where: str) -> dict[str, dict[str, Any]]:
     """Return the needs of each model of the config; without numbers where it must be fetched first."""
-    from lockstep.config.sources import read_shape
-
     places = config.check_sources(where=where)
-    return {name: needs(config, name, read_shape(places[name])) if name in places else {} for name in config.models}
+    return {name: needs(config, name, places[name]) if name in places else {} for name in config.models}
 
 
-def needs(config: Config, name: str, shape: CheckpointShape) -> dict[str, Any]:
-    """Return what a model needs: parameters, bytes, and seconds by stage; nothing where its size is not told."""
+def needs(config: Config, name: str, place: Path) -> dict[str, Any]:
+    """Return what a model needs: parameters, bytes, and seconds by stage; nothing where its size is not told.
+
+    place: its folder, config.json or GGUF file.
+    """
+    from lockstep.checkpoint.tensors import find_tensors, has_weights
     from lockstep.cli.job_times import seconds_by_stage
     from lockstep.config.first import PARAMETER_NBYTES
+    from lockstep.config.sources import read_shape
 
+    shape = read_shape(place)
     parameters = shape.num_parameters
+    if shape.packing is None and has_weights(place):
+        parameters = sum(math.prod(tensor.shape) for tensor in find_tensors(place).tensors.values())
     if parameters is None:
         return {}
     precisions = config.models[name].all_precisions()
@@ -142,8 +149,9 @@ def _lines(facts: dict[str, Any]) -> list[str]:
             notes.append(f"{name}: {reason}")
         notes += [f"{name}: no {precision}: {reason}" for precision, reason in entry["lacking"].items()]
     lines += ["", *notes]
-    for extra, modules in sorted(facts["missing_extras"].items()):
-        lines.append(f"{extra}: {', '.join(modules)} not installed: {pip_install(extra)}")
+    missing_extras = [extra for extra in sorted(facts["missing_extras"]) if extra not in facts["backends"]]
+    if missing_extras:
+        lines.append(f"Extras not installed: {', '.join(missing_extras)}. To install one: {pip_install('NAME')}")
     for name, model in facts.get("models", {}).items():
         lines.append(model_line(name, model))
     return lines
@@ -152,17 +160,23 @@ def _lines(facts: dict[str, Any]) -> list[str]:
 def model_line(name: str, model: dict[str, Any]) -> str:
     """Return a line on a model's needs compared with this machine. needs: of `_models`."""
     if not model:
-        return f"{name}: its size is known once it is fetched: lockstep run -- --until fetch"
+        return f"{name}: its size is known once it is fetched"
     words = []
     for key, what, here in (("memory_bytes", "memory", total_bytes()), ("disk_bytes", "disk", _free_disk())):
-        fits = "" if model[key] <= here else f", more than the {here / _GB:.1f} GB here"
-        words.append(f"about {model[key] / _GB:.1f} GB of {what}{fits}")
+        fits = "" if model[key] <= here else f", more than the {_size(here)} here"
+        words.append(f"about {_size(model[key])} of {what}{fits}")
     total = sum(model["seconds"].values())
     longest = [(stage, seconds / total) for stage, seconds in list(model["seconds"].items())[:5]]
     stages = ", ".join(f"{stage} {part:.0%}" for stage, part in longest if part >= 0.01)
     time = f"{total / 60:.0f} min" if total < 7200 else f"{total / 3600:,.0f} h"
     words.append(f"about {time} on {_cores()} cores ({stages})")
     return f"{name}: about {model['parameters'] / 1e6:,.0f} M parameters: {', '.join(words)}"
+
+
+def _size(nbytes: int) -> str:
+    if nbytes < _GB / 10:
+        return f"{nbytes / 1e6:.0f} MB"
+    return f"{nbytes / _GB:.1f} GB"
 
 
 def _free_disk() -> int:

@@ -20,10 +20,11 @@ def init(source: str, out: Path | None) -> None:
     what a run needs of memory, disk and time. Of a model on the hub config.json is fetched.
     """
     from lockstep.artifacts.files import write_bytes
+    from lockstep.checkpoint.tensors import find_tensors
     from lockstep.cli.doctor import model_line, needs
     from lockstep.config.first import first_config, name_of
     from lockstep.config.load import load
-    from lockstep.config.sources import HubSource, SourceError, parse_source, read_shape
+    from lockstep.config.sources import FolderSource, HubSource, SourceError, parse_source
     from lockstep.step.host_memory import total_bytes
 
     try:
@@ -41,10 +42,12 @@ def init(source: str, out: Path | None) -> None:
         config = load(out)
         if not isinstance(kind, HubSource):  # nothing of which is here
             config.check_sources(where=str(out))
+        if isinstance(kind, FolderSource):
+            find_tensors(shape_file)
     except InputError:
         out.unlink()
         raise
-    if needed := needs(config, name, read_shape(shape_file)):
+    if needed := needs(config, name, shape_file):
         click.echo(model_line(name, needed))
     click.echo(f"Wrote {out}. Make and check it: lockstep run {out}")
 

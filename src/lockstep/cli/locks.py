@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from lockstep.cli.opened import BUNDLE_SUFFIX
+from lockstep.cli.opened import BUNDLE_SUFFIX, check_was_run
 from lockstep.cli.options import AT_LEAST_1, FILE, JSON, LOCKS, RESULTS
 from lockstep.cli.terminal import echo_json, file_json, working
 from lockstep.errors import CheckError, InputError
@@ -30,6 +30,7 @@ def lock(models: tuple[str, ...], accept: bool, as_json: bool, locks: Path, resu
     from lockstep.provenance.lock import lock_path
     from lockstep.provenance.lock_update import updated_lock
 
+    check_was_run(Results(results))
     config = Results(results).config()
     with manifest_entries(config):
         chosen = models or sorted(read_json(config)["models"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -35,6 +36,14 @@ TARGET = click.argument("target", metavar="TARGET", shell_complete=complete_targ
 TARGET_OR_BUNDLE = click.argument("target", metavar="TARGET|BUNDLE.tar", shell_complete=complete_target)
 
 
+def check_was_run(results: Results) -> None:
+    if not results.config().is_file():
+        raise InputError(
+            f"{results.root}: expected results of a run, found none in {os.getcwd()}; run `lockstep run` first, or go "
+            "to the folder where it ran"
+        )
+
+
 def used_config(results: Results) -> Config:
     """Return the config that the results were made with.
 
@@ -45,6 +54,7 @@ def used_config(results: Results) -> Config:
     from lockstep.config.load import load
     from lockstep.provenance.statements import read_statement
 
+    check_was_run(results)
     value = read_json(results.config())
     if statement_path(results.config()).is_file() and read_statement(results.config()) is None:
         raise InputError(

@@ -31,7 +31,10 @@ def _lock(words: str) -> Callable[[Any], Any]:
 @_PLAIN
 @JSON
 def push(bundle: Path, reference: str, lock: Path | None, plain_http: bool, as_json: bool) -> None:
-    """Push a bundle, with its signature and signed statement, to an OCI registry."""
+    """Push a bundle to an OCI registry.
+
+    Its signature and its signed statement go with it.
+    """
     from lockstep.publish import artifact
     from lockstep.publish.registry import Reference
 

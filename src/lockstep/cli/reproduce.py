@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lockstep.cli.opened import TARGET, made_target, used_config
+from lockstep.cli.opened import TARGET, check_was_run, made_target, used_config
 from lockstep.cli.options import AT_LEAST_1, CONFIG, FILE, JSON, RESULTS
 from lockstep.cli.terminal import echo_json
 from lockstep.errors import CheckError, InputError
@@ -47,11 +47,8 @@ def explain(target: str, as_json: bool, config_file: Path | None, results: Path)
     from lockstep.provenance.explain import explain as reasons
     from lockstep.provenance.sources import Sources
 
-    if not Results(results).config().is_file():
-        raise InputError(
-            f"{results}: expected results of an earlier run, found none: all would be made; run `lockstep run` first"
-        )
     tree = Results(results)
+    check_was_run(tree)
     project = _Project.open(target, config_file, tree)
     chosen = project.target
     adapters = project.config.adapter_folders(chosen.model, results=tree)
@@ -105,7 +102,10 @@ def reproduce(
     as_json: bool,
     results: Path,
 ) -> None:
-    """Build a target again in clean folders, and compare it with this one. Exit code 0 if all is the same, else 1."""
+    """Build a target again in clean folders, and compare.
+
+    Exit code 0 if all is the same, else 1.
+    """
     if against is not None:
         return _compare_with_lock(target, against, sign, config_file, as_json, results)
     if sign is not None:

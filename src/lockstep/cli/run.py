@@ -23,7 +23,7 @@ _UNLOCKED_OPTIONS = ("--dry-run", "--dryrun", "--unlock", "--nolock", "-d", "--d
 @click.option("--cores", default="all", metavar="N", help="CPU cores that jobs share.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[CONFIG.yaml] [SNAKEMAKE OPTIONS]...")
 def run(cores: str, arguments: tuple[str, ...]) -> None:
-    """Make and check all targets of a config, below results/ in this folder.
+    """Make and check all targets of a config, in results/.
 
     It is snakemake with the Snakefile of this installation; run again, it resumes. Without CONFIG.yaml it takes
     config/config.yaml, else the only config of this folder, else the demo's. Options of snakemake follow: -n lists the

@@ -32,7 +32,7 @@ def read_document(path: str | os.PathLike) -> Any:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise InputError(f"{path}: expected a readable config file; found {error.strerror}") from None
+        raise InputError(f"{path}: expected a readable config file; {_unreadable(path, error)}") from None
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -91,6 +91,28 @@ def _read_yaml(path: Path, text: str) -> Any:
         raise InputError(f"{path}:{mark.line + 1}: expected YAML; {_problem(error)}") from None
 
 
+def _unreadable(path: Path, error: OSError) -> str:
+    """Return what is there instead of a file, and how to write the config of a checkpoint."""
+    if isinstance(error, FileNotFoundError):
+        return "found none; `lockstep init SOURCE` writes one"
+    if os.path.isfile(path / "config.json"):  # not Path.is_file: false for a name that is too long
+        return f"found a checkpoint; `lockstep init {path}` writes its config"
+    if os.path.isdir(path):
+        return "found a folder; name the file in it"
+    return f"found {error.strerror}"
+
+
+# What PyYAML says of the usual mistakes, by how it begins.
+_PROBLEMS = {
+    "expected <block end>": "found a line that is indented differently from those around it",
+    "expected ',' or ']'": "found a list without its ]",
+    "expected ',' or '}'": "found a mapping without its }",
+    "mapping values are not allowed": "found a ': ' too many, or a line indented too far; put text with ': ' in quotes",
+    "could not find expected ':'": "found a key without its ':'",
+    "could not determine a constructor for the tag": "found a tag (!), which a config has none of",
+}
+
+
 def _problem(error: yaml.MarkedYAMLError) -> str:
     """Return PyYAML's words on one line, with what to do where they do not say it."""
     problem = " ".join((error.problem or error.context).split())
@@ -100,6 +122,9 @@ def _problem(error: yaml.MarkedYAMLError) -> str:
         return "found a second document (---): keep one"
     if problem.startswith("found"):
         return problem
+    for beginning, words in _PROBLEMS.items():
+        if problem.startswith(beginning):
+            return words
     return f"found a mistake: {problem}"
 
 

@@ -206,6 +206,8 @@ def _text(root: type[BaseModel], detail: ErrorDetails) -> str:
 
 def _hint(kind: str, value: Any) -> str:
     """Return what to do about the usual traps of YAML."""
+    if kind == "tuple_type" and type(value) in (str, int, float):
+        return f"; write [{_shortened(str(value))}]"
     if kind == "string_type" and isinstance(value, bool):
         return " (YAML reads yes, no, on and off so: put the word in quotes)"
     if kind in ("string_type", "invalid_key") and value is not None and not isinstance(value, (list, tuple, set, dict)):

@@ -50,7 +50,8 @@ def test_without_results_a_command_says_to_run_first(
     output = capsys.readouterr()
     assert ended.value.code == 2 and not output.out
     (line,) = output.err.splitlines()
-    assert line.startswith("lockstep: error: results") and "expected" in line and "run `lockstep run` first" in line
+    assert line.startswith("lockstep: error: results") and "expected results" in line
+    assert "run `lockstep run` first" in line
     assert sorted(project.rglob("*")) == before
 
 
@@ -144,6 +145,7 @@ def test_help_has_each_command_once_below_a_title(capsys: pytest.CaptureFixture[
     assert "--version" in first and all(re.match(r"[A-Z][^\n]+:\n", section) for section in sections)
     listed = [line.split()[0] for section in sections for line in section.splitlines()[1:]]
     assert listed[:3] == ["doctor", "init", "run"] and sorted(listed) == sorted(main.commands)
+    assert not any(line.endswith("...") for section in sections for line in section.splitlines()), "no line is cut"
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"]])

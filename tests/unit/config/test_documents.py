@@ -33,13 +33,15 @@ PITFALLS = {
     "tab": (b"a:\n\tb: 1\n", ":2: expected YAML; found a tab: indent with spaces"),
     "indentation": (
         b"a:\n   b: 1\n  c: 2\n",
-        ":3: expected YAML; found a mistake: expected <block end>, but found '<block mapping start>'",
+        ":3: expected YAML; found a line that is indented differently from those around it",
     ),
-    "list not closed": (b"a: [1, 2\nb: 3\n", ":2: expected YAML; found a mistake: expected ',' or ']', but got ':'"),
+    "list not closed": (b"a: [1, 2\nb: 3\n", ":2: expected YAML; found a list without its ]"),
+    "mapping not closed": (b"a: {b: 2\nb: 3\n", ":2: expected YAML; found a mapping without its }"),
+    "no colon": (b"a: 1\nb\nc: 2\n", ":3: expected YAML; found a key without its ':'"),
     "quote not closed": (b"a: 'text\n", ":2: expected YAML; found unexpected end of stream"),
     "colon in text": (
         b"text: The sea: cold\n",
-        ":1: expected YAML; found a mistake: mapping values are not allowed here",
+        ":1: expected YAML; found a ': ' too many, or a line indented too far; put text with ': ' in quotes",
     ),
     "two documents": (b"a: 1\n---\nb: 2\n", ":2: expected YAML; found a second document (---): keep one"),
     "alias of nothing": (b"a: *b\n", ":1: expected YAML; found undefined alias 'b'"),
@@ -53,8 +55,7 @@ PITFALLS = {
     ),
     "python object": (
         b"a: !!python/name:os.system x\n",
-        ":1: expected YAML; found a mistake: could not determine a constructor for the tag "
-        "'tag:yaml.org,2002:python/name:os.system'",
+        ":1: expected YAML; found a tag (!), which a config has none of",
     ),
     "not UTF-8": (b"a: 1\nb: \xff\n", ":2: expected UTF-8 text; found byte 0xff"),
     "binary": (b"a: 1\n\x00\x01", ":2: expected YAML; found character U+0000, which YAML does not allow"),
@@ -103,10 +104,13 @@ def test_plain_numbers_are_read(tmp_path):
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(
-        InputError, match="absent.yaml: expected a readable config file; found No such file or directory"
+        InputError, match="absent.yaml: expected a readable config file; found none; `lockstep init SOURCE`"
     ):
         load(tmp_path / "absent.yaml")
-    with pytest.raises(InputError, match="found Is a directory"):
+    with pytest.raises(InputError, match="found a folder; name the file in it"):
+        load(tmp_path)
+    (tmp_path / "config.json").touch()
+    with pytest.raises(InputError, match=f"found a checkpoint; `lockstep init {tmp_path}` writes its config"):
         load(tmp_path)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -110,3 +112,35 @@ def test_the_version_is_one() -> None:
         for version in re.findall(r"\blockstep:(\d+\.\d+\.\d+)|newTag: (\S+)", path.read_text())
     }
     assert images and {version for _, versions in images for version in versions if version} == {__version__}
+
+
+# A Python that makes an environment of itself; its pip installs all but the CPU build of PyTorch, where there is none.
+FAKE_PYTHON = """#!/bin/sh
+case "$*" in
+  *"-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+  *--dry-run*) exit {found} ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("found", "arguments", "size"),
+    [
+        (0, (), "torch==2.13.0+cpu: 0.5 GB to download"),
+        (1, (), "torch==2.13.0: 3 GB to download"),
+        (1, ("TORCH=torch==2.13.0+cpu",), "torch==2.13.0+cpu: 0.5 GB to download"),
+        (0, ("TORCH=torch==2.13.0",), "torch==2.13.0: 3 GB to download"),
+    ],
+)
+def test_make_says_what_it_downloads(tmp_path: Path, found: int, arguments: tuple[str, ...], size: str) -> None:
+    (tmp_path / "envs").symlink_to(REPOSITORY / "envs")
+    python = tmp_path / "python"
+    python.write_text(FAKE_PYTHON.format(found=found))
+    python.chmod(0o755)
+    machine = tmp_path / "uname"
+    machine.write_text("#!/bin/sh\necho x86_64\n")
+    machine.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["make", "-f", REPOSITORY / "Makefile", ".venv/.pinned", f"PYTHON={python}", *arguments]
+    process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert f"Installing the pins into .venv, with {size}" in process.stdout

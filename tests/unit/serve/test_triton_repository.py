@@ -39,8 +39,21 @@ TEMPLATE = (
     "kv_cache_free_gpu_mem_fraction:0.5,exclude_input_in_output:True,enable_kv_cache_reuse:False,"
     "batching_strategy:inflight_fused_batching,max_queue_delay_microseconds:0,max_queue_size:9,"
     "encoder_input_features_data_type:TYPE_FP16,logits_datatype:TYPE_FP32,preprocessing_instance_count:1,"
-    "postprocessing_instance_count:1,bls_instance_count:1,accumulate_tokens:False"
+    "postprocessing_instance_count:1,bls_instance_count:1,accumulate_tokens:False,hf_model_path:a\\,b,"
 )
+# The other ${KEY} of its five models, which the pages leave empty.
+TEMPLATE += "".join(f"{key}:," for key in """
+    add_special_tokens batch_scheduler_policy cancellation_check_period_ms cross_kv_cache_fraction
+    cuda_graph_cache_size cuda_graph_mode decoding_mode eagle_choices enable_chunked_context
+    enable_context_fmha_fp32_acc enable_trt_overlap encoder_engine_dir gpu_device_ids gpu_weights_percent
+    guided_decoding_backend iter_stats_max_iterations kv_cache_host_memory_bytes kv_cache_onboard_blocks
+    lookahead_ngram_size lookahead_verification_set_size lookahead_window_size lora_cache_gpu_memory_fraction
+    lora_cache_host_memory_bytes lora_cache_max_adapter_size lora_cache_optimal_adapter_size lora_prefetch_dir
+    max_num_images medusa_choices multi_block_mode multimodal_encoders_name multimodal_model_path normalize_log_probs
+    num_nodes participant_ids prompt_embedding_table_data_type request_stats_max_iterations sink_token_length
+    skip_special_tokens speculative_decoding_fast_logits stats_check_period_ms tensorrt_llm_draft_model_name
+    tensorrt_llm_model_name xgrammar_tokenizer_info_path
+""".split())  # fmt: skip
 SHARED = ("lockstep_http", "lockstep_process", "lockstep_watchdog")
 PROMPT = "What is machine learning?"
 

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from lockstep.config.backends import BackendSettings, not_installed
 from lockstep.config.messages import Problem, Problems, repeated
 from lockstep.config.section import UNIQUE, AsTuple, Count, Section
+from lockstep.errors import pip_install
 from lockstep_gpu.compute_capability import compute_capability
 
 # TensorRT's names, in lower case; those of cuBLAS and cuDNN ended with 10.x
@@ -53,7 +54,7 @@ class TensorRTConfig(Section):
 
 
 def _missing() -> str | None:
-    return not_installed("tensorrt", "tensorrt", "pip install tensorrt-cu12 cuda-python")
+    return not_installed("tensorrt", "tensorrt", pip_install("tensorrt"))
 
 
 SETTINGS = BackendSettings(

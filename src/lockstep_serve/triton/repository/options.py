@@ -34,10 +34,11 @@ _ACCEPTED = """
     cross_kv_cache_fraction guided_decoding_backend lora_cache_optimal_adapter_size lora_cache_max_adapter_size
     lora_cache_gpu_memory_fraction lora_cache_host_memory_bytes lora_prefetch_dir
     triton_backend=tensorrtllm,python logits_datatype=type_fp32 accumulate_tokens=false skip_special_tokens=true
-    tensorrt_llm_model_name=tensorrt_llm tokenizer_type=auto
+    add_special_tokens=true tensorrt_llm_model_name=tensorrt_llm tensorrt_llm_draft_model_name tokenizer_type=auto
+    multimodal_encoders_name multimodal_model_path max_num_images
 """
 _IGNORED = """
-    FORCE_CPU_ONLY_INPUT_TENSORS gpt_model_path engine_dir tokenizer_dir xgrammar_tokenizer_info_path
+    FORCE_CPU_ONLY_INPUT_TENSORS gpt_model_path engine_dir tokenizer_dir hf_model_path xgrammar_tokenizer_info_path
     executor_worker_path enable_trt_overlap enable_chunked_context enable_kv_cache_onboard_blocks
     kv_cache_onboard_blocks enable_context_fmha_fp32_acc multi_block_mode cuda_graph_mode cuda_graph_cache_size
     max_queue_delay_microseconds max_num_sequences recv_poll_period_ms iter_stats_max_iterations
@@ -59,12 +60,13 @@ _BELOW |= dict.fromkeys(("cancellation_check_period_ms", "stats_check_period_ms"
 def template_values(pairs: Sequence[str], max_batch_size: int) -> tuple[dict[str, str], dict[str, Any]]:
     """Return parameters of config.pbtxt, and settings of a `Repository`, of K:V or K=V as fill_template.py takes them.
 
-    max_batch_size: of the engines, which is the models'. Raises InputError.
+    A comma of a value is `\\,`, as there. max_batch_size: of the engines, which is the models'. Raises InputError.
     """
     parameters: dict[str, str] = {}
     settings: dict[str, Any] = {}
-    for pair in filter(None, ",".join(pairs).split(",")):
-        name, _, value = pair.partition("=" if "=" in pair else ":")
+    for pair in filter(None, re.split(r"(?<!\\),", ",".join(pairs))):
+        name, *values = re.split("[:=]", pair.replace("\\,", ","), maxsplit=1)
+        value = "".join(values)
         if name == "triton_max_batch_size":
             if value != str(max_batch_size):
                 raise InputError(
