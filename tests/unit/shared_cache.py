@@ -15,18 +15,18 @@ from checkpoints import write
 
 from lockstep import weights
 from lockstep.artifacts.files import sha256_file
+from lockstep.artifacts.statement import Statement
 from lockstep.checkpoint import resolve
-from lockstep.errors import guard
+from lockstep.errors import LockstepError, guard
 from lockstep.provenance import run as stage
 from lockstep.provenance.cache.store import Cache
-from lockstep.provenance.cache.upkeep import scan
 from lockstep.stages import Job
 
 MB = 1 << 20
 RUN = """import sys
 from pathlib import Path
 sys.path[:0] = [sys.argv[1]]
-from lockstep.errors import guard
+from lockstep.errors import LockstepError, guard
 from shared_cache import convert
 with guard():
     for folder in sys.argv[4:]: convert(Path(sys.argv[2]), Path(folder), sys.argv[3])
@@ -79,10 +79,31 @@ def run(manifest: Path, folder: Path, cache: Path) -> tuple[int, str]:
 
 def verify(cache: Cache) -> list[str]:
     """A line for each blob that is not of its digest, and for each damaged entry; none of a whole cache."""
-    found = scan(cache)
-    lines = [f"{path}: {line}" for path, line in found.damaged.items()]
-    blobs = [cache.blob_path(sha256) for sha256 in found.blobs]
-    return lines + [f"{path}: sha256" for path in blobs if path.is_file() and sha256_file(path) != path.name]
+    lines = []
+    for path in files_of(cache.entries):
+        try:
+            cache.read(path.stem)
+        except LockstepError as error:
+            lines.append(f"{path}: {error}")
+    for path in files_of(cache.blobs):
+        if not path.is_file():
+            lines.append(f"{path}: no file")
+        elif sha256_file(path) != path.name:
+            lines.append(f"{path}: sha256")
+    return lines
+
+
+def entries(cache: Cache) -> list[Statement]:
+    """Return the entries of a whole cache, by stage."""
+    found = [Statement.load(path) for path in files_of(cache.entries)]
+    return sorted(found, key=lambda entry: entry.key.stage)
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Return what lies in a folder, without temporary files."""
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if path.suffix != ".tmp")
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 from checkout import Checkout
-from shared_cache import verify
+from shared_cache import entries, verify
 
 from lockstep.artifacts.files import sha256_file
 from lockstep.provenance.cache.store import Cache
-from lockstep.provenance.cache.upkeep import scan
 
 MODEL = "demo-llama"
 # What is made of weights and graphs.
@@ -54,7 +53,7 @@ def test_a_second_checkout_builds_nothing(first_run: Checkout, filled_cache: Pat
             assert (f"cache: {stage} {MODEL}/{name} is put into {filled_cache}, build key ") in log_of(
                 first_run, stage, name
             )
-    assert [used.entry.key.stage for used in scan(Cache(filled_cache)).entries] == [
+    assert [entry.key.stage for entry in entries(Cache(filled_cache))] == [
         stage for stage in sorted(MADE) for _ in MADE[stage]
     ]
     before = digests(filled_cache)

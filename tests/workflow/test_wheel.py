@@ -166,7 +166,7 @@ NEEDS = {
     "generate": ("workflow", (TARGET, "--prompt", "A")), "explain": ("workflow", (TARGET,)),
     "bundle": ("workflow", (TARGET,)), "reproduce": ("workflow", (TARGET,)), "serve": ("workflow", (TARGET,)),
     "push": (None, ("none.tar", "127.0.0.1:9/none")), "pull": (None, ("127.0.0.1:9/none", "none.tar")),
-    "sbom": ("workflow", (TARGET,)), "triton": ("serve", (TARGET, "repository")), "cache": ("workflow", ("prune",)),
+    "sbom": ("workflow", (TARGET,)), "triton": ("serve", (TARGET, "repository")),
     "lock": ("workflow", ()), "verify": (None, ()),
 }  # fmt: skip
 

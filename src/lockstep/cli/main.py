@@ -10,7 +10,6 @@ import click
 from lockstep import __version__
 from lockstep.cli.bisect import bisect
 from lockstep.cli.bundle import bundle
-from lockstep.cli.cache import cache
 from lockstep.cli.doctor import doctor
 from lockstep.cli.generate import generate
 from lockstep.cli.guarded import SETTINGS, GuardedGroup
@@ -41,6 +40,6 @@ for _title, _commands in {
     "Run engines": (generate, bundle, *_REGISTERED),
     "Look at results": (summary, report, targets, explain, bisect),
     "Publish": (push, pull, sbom),
-    "Lock, compare, build again": (lock, verify, reproduce, cache),
+    "Lock, compare, build again": (lock, verify, reproduce),
 }.items():
     main.add_section(_title, _commands)

@@ -32,7 +32,7 @@ def working(words: str) -> Iterator[None]:
     try:
         from rich.console import Console
         from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-    except ModuleNotFoundError:  # an extra, which verify, cache and lock do not need
+    except ModuleNotFoundError:  # an extra, which verify and lock do not need
         yield
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())

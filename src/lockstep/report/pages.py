@@ -18,7 +18,6 @@ from lockstep.artifacts.engines import EngineFile
 from lockstep.artifacts.statement import statement_path
 from lockstep.artifacts.summary import Summary, SummaryRow
 from lockstep.manifests.manifest_files import failed_path
-from lockstep.provenance.cache.upkeep import bytes_text
 from lockstep.report.about import about
 from lockstep.report.checks import CHECKS, COLUMNS, number
 from lockstep.report.details import Details
@@ -81,7 +80,7 @@ def target(results: Results, name: Target, row: SummaryRow, details: Details, jo
         path = folder / engine.file
         if not path.is_file():
             return "-"
-        return bytes_text(path.stat().st_size)
+        return _bytes_text(path.stat().st_size)
 
     return _render(
         "target.html",
@@ -156,6 +155,15 @@ def _layers(row: SummaryRow) -> str:
 def _words(device: Mapping[str, Any]) -> Iterable[str]:
     keys = ("name" if "name" in device else "type", "vendor", "architecture", "compute_capability")
     return (str(device[key]) for key in keys if isinstance(device.get(key), (str, int, float)))
+
+
+def _bytes_text(size: float) -> str:
+    """Return a number of bytes in powers of 1000: `8.2 MB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
 
 
 def _option(value: Any) -> str:

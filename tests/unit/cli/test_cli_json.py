@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import shared_cache
 from demo_model import ROOT
 from recorded import recorded
 
@@ -107,13 +106,6 @@ def test_verify_fails_with_its_document(project: Path, capsys: pytest.CaptureFix
     (finding,) = document["findings"]
     assert code == 1 and document["same"] == 0 and document["locks"] == []
     assert finding == {"status": "unknown", "name": "config.json", "reason": "no statement names it"}
-
-
-def test_cache(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = project / "cache"
-    shared_cache.convert(shared_cache.checkpoint(project), project / "made", folder)
-    document, code = json_of(capsys, "cache", "prune", "--cache", folder, "--max-size", "0B")
-    assert code == 0 and document["dropped"]["entries"] == 1 and document["left"]["num_entries"] == 0
 
 
 def test_reproduce(project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

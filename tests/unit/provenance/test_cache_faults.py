@@ -16,12 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from shared_cache import MB, checkpoint, contents, convert, never, run, start, verify
+from shared_cache import MB, checkpoint, contents, convert, entries, never, run, start, verify
 
 from lockstep.artifacts.files import dump_json, sha256_json
 from lockstep.artifacts.statement import DIGEST, Statement
 from lockstep.provenance.cache.store import Cache
-from lockstep.provenance.cache.upkeep import IN_THE_MAKING, prune, scan
 from some import some
 
 
@@ -43,12 +42,10 @@ def test_processes_fill_and_read_one_cache_while_another_drops_all_of_it(tmp_pat
             stderr = process.communicate()[1]
             assert process.returncode == 0 and "Traceback" not in stderr, stderr
             assert all(contents(folder) == undisturbed[seed] for folder in folders), stderr
-        assert pruning.poll() is None, "it prunes all the while"
+        assert pruning.poll() is None, "it deletes all the while"
     finally:
         pruning.kill()
         pruning.wait()
-    for path in sorted(cache.folder.rglob("*.tmp")):
-        path.unlink()  # of the killed pruning
     assert not [line for line in verify(cache) if "sha256" in line], "what is there is what its name says"
     for seed, manifest in enumerate(manifests):
         convert(manifest, tmp_path / f"{seed}-after", cache.folder)
@@ -58,11 +55,9 @@ def test_processes_fill_and_read_one_cache_while_another_drops_all_of_it(tmp_pat
 
 PRUNE = """import sys, time
 from pathlib import Path
-from lockstep.provenance.cache.store import Cache
-from lockstep.provenance.cache.upkeep import prune
-cache = Cache(Path(sys.argv[1]))
 while True:
-    if cache.folder.is_dir(): prune(cache, max_size=0)
+    for path in Path(sys.argv[1]).rglob("*"):
+        if path.is_file() and path.suffix != ".tmp": path.unlink(missing_ok=True)
     time.sleep(0.02)
 """
 
@@ -82,17 +77,14 @@ def test_killed_while_it_puts(tmp_path: Path, cache: Cache, moments: int) -> Non
         time.sleep(pause)
         process.kill()
         process.communicate()
-        killed += not scan(cache).entries
+        killed += not entries(cache)
         assert verify(cache) == [], "a half file has no name that is used"
         assert contents(tmp_path / "killed") == undisturbed, "what was made is there and recorded before it is put"
         code, stderr = run(manifest, tmp_path / "next", cache.folder)
         assert code == 0 and contents(tmp_path / "next") == undisturbed
         convert(manifest, tmp_path / "last", cache.folder, make=never)
     assert killed, "none of them was killed in the middle"
-    for path in cache.folder.rglob("*.tmp"):
-        os.utime(path, (time.time() - IN_THE_MAKING - 60,) * 2)
-    prune(cache)
-    assert not list(cache.folder.rglob("*.tmp")) and len(scan(cache).entries) == 1
+    assert len(entries(cache)) == 1
 
 
 def test_killed_while_it_takes(tmp_path: Path, cache: Cache) -> None:
@@ -203,10 +195,10 @@ ALWAYS += [("entry", name) for name in ("no mapping", "another key", "a file out
 def test_garbage_is_never_used(tmp_path: Path, cache: Cache, capsys, kind: str, name: str) -> None:
     manifest = checkpoint(tmp_path)
     undisturbed = contents(convert(manifest, tmp_path / "undisturbed", cache.folder).parent)
-    (used,) = scan(cache).entries
-    blobs = {name: cache.blob_path(sha256) for name, sha256 in used.entry.outputs.items()}
+    (entry,) = entries(cache)
+    blobs = {name: cache.blob_path(sha256) for name, sha256 in entry.outputs.items()}
     path = {
-        "entry": cache.entry_path(used.entry.key.sha256),
+        "entry": cache.entry_path(entry.key.sha256),
         "manifest": blobs["weights.json"],
         "weights": blobs["weights.safetensors"],
     }[kind]
@@ -255,7 +247,7 @@ def test_a_full_disk_costs_the_cache_and_nothing_else(tmp_path: Path) -> None:
         assert stderr == (
             f"cache: {disk / 'cache'} cannot be written (No space left on device): convert m/fp32 is not put into it\n"
         )
-        assert not scan(Cache(disk / "cache")).entries and not scan(Cache(disk / "cache")).temporary
+        assert not entries(Cache(disk / "cache")) and not list(disk.rglob("*.tmp"))
         assert verify(Cache(disk / "cache")) == []
 
 

@@ -80,6 +80,7 @@ class Cache:
         Raises InputError, and deletes the blob, when it does not have the digest in its name.
         """
         source = self.blob_path(sha256)
+        touch(source)
         shutil.copyfile(source, target)
         actual = sha256_file(target)
         if actual != sha256:
@@ -90,7 +91,7 @@ class Cache:
         """Put the file `source` in, unless it is there, whole. Raises InputError when it is not of this sha256."""
         path = self.blob_path(sha256)
         if size_of(path) == source.stat().st_size and sha256_file(path) == sha256:
-            return touch(path)  # so that no other process prunes it before its entry is written
+            return touch(path)  # what was not used for long may be deleted by age before its entry is written
         with atomic_path(path, secrets.token_hex(8)) as temporary:
             shutil.copyfile(source, temporary)
             actual = sha256_file(temporary)
