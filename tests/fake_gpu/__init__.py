@@ -40,7 +40,7 @@ import onnx
 import lockstep_gpu.compute_capability as driver
 from fake_gpu import cublas_lt, cuda, cudnn, tensorrt
 from fake_gpu.device import Fault, Gpu
-from lockstep.provenance.code_imports import SOURCES
+from lockstep.provenance.code_identity import SOURCES
 from lockstep_gpu import libraries
 
 __all__ = ["Fault", "Gpu", "installed"]

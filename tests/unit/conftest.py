@@ -17,7 +17,7 @@ from lockstep.artifacts.files import read_json, sha256_file, sha256_json
 from lockstep.backends import build
 from lockstep.checkpoint import resolve, tokenizer_file
 from lockstep.checkpoint.resolve import SIDE_FILES
-from lockstep.provenance.cache.store import Cache
+from lockstep.provenance.cache import Cache
 from lockstep.targets import Results
 from lockstep.verify.golden.reference import make_reference
 from lockstep.verify.golden.terms import GoldenTerms

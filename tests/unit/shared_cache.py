@@ -19,7 +19,7 @@ from lockstep.artifacts.statement import Statement
 from lockstep.checkpoint import resolve
 from lockstep.errors import LockstepError, guard
 from lockstep.provenance import run as stage
-from lockstep.provenance.cache.store import Cache
+from lockstep.provenance.cache import Cache
 from lockstep.stages import Job
 
 MB = 1 << 20

@@ -13,8 +13,7 @@ import pytest
 from checkout import REPOSITORY, Checkout
 
 from lockstep.backends.openvino import cpu as openvino
-from lockstep.provenance.lock import Lock
-from lockstep.provenance.lockfile import entries_at
+from lockstep.provenance.lock import Lock, entries_at
 from shared import Shared
 from some import some_cases
 

@@ -9,7 +9,7 @@ from checkout import Checkout
 from shared_cache import entries, verify
 
 from lockstep.artifacts.files import sha256_file
-from lockstep.provenance.cache.store import Cache
+from lockstep.provenance.cache import Cache
 
 MODEL = "demo-llama"
 # What is made of weights and graphs.

@@ -1,4 +1,4 @@
 """Statements and locks of artefacts.
 
-How each artefact was made (`statements`), its locked digest (`lock`, `lockfile`), and whether it matches (`verify`).
+How each artefact was made (`statements`), its locked digest (`lock`), and whether it matches (`verify`).
 """

@@ -15,7 +15,7 @@ from lockstep.artifacts.statement import BuildKey, statement_path
 from lockstep.errors import LockstepError
 from lockstep.manifests.manifest_files import content, failed_path, lost_files
 from lockstep.provenance import code_identity
-from lockstep.provenance.diff import cause
+from lockstep.provenance.lock import changes
 from lockstep.provenance.sources import Sources, changed_files
 from lockstep.provenance.statements import backend_identity, read_statement
 from lockstep.stages import STAGES, Job, jobs
@@ -87,3 +87,18 @@ def _key_now(step: Job, recorded: BuildKey, again: Mapping[Path, str]) -> BuildK
         if key.backend is not None:
             key = replace(key, backend=backend_identity(step))
     return key
+
+
+def cause(recorded: BuildKey, now: BuildKey) -> list[str]:
+    """Return a line for each difference between two build keys of one stage, in order of likely causes."""
+    texts: list[str] = []
+    for kind, before, after in (
+        ("", recorded.names, now.names),
+        ("input ", recorded.inputs, now.inputs),
+        ("option ", recorded.options, now.options),
+        ("backend ", recorded.backend or {}, now.backend or {}),
+        ("", recorded.environment, now.environment),
+        ("code ", recorded.code, now.code),
+    ):
+        texts += [f"{kind}{'.'.join(where)} {change}" for where, change in changes(before, after)]
+    return texts

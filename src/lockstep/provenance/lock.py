@@ -1,22 +1,31 @@
-"""The lock of a model as a type: `locks/<model>.lock.json` in and out, and the one comparison with it.
+"""The lock of a model: `locks/<model>.lock.json` in and out, the artefacts of a tree as in it, and what differs.
 
-A lock is flat: at each place the digests of one artefact, or the parameters of one check. `MadeWith` records the code
-and packages that made them; it decides nothing, and names the cause where an artefact differs.
+A lock is flat, sorted and committed: at each place the digests of one artefact, or the parameters with which a check
+passed. An entry comes from the manifest of the artefact and from its statement.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from lockstep.artifacts import formats
 from lockstep.artifacts.document import Bound, JsonObject, Key, ValidationError, check_depth
-from lockstep.artifacts.files import dump_json, read_json, write_bytes
-from lockstep.errors import InputError
-from lockstep.provenance.diff import changes
-from lockstep.stages import STAGES
+from lockstep.artifacts.files import dump_json, read_json, sha256_json, write_bytes
+from lockstep.artifacts.statement import SUFFIX, BuildKey, Statement, statement_path
+from lockstep.errors import CheckError, InputError, LockstepError
+from lockstep.manifests.manifest_files import manifest_entries
+from lockstep.provenance.statements import read_statement, statements
+from lockstep.stages import STAGES, jobs
+from lockstep.targets import Results
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Config
 
 MADE = "made with"
 LOCKED = "locked"
@@ -28,20 +37,9 @@ Place = str  # such as engines/fp16/onnxruntime/x86_64
 Items = Mapping[str, Any]
 _COMMITTED = "take the lock as it was committed, or delete it; `lockstep lock` writes a new one"
 _STAGE = Bound("a stage", lambda name: name.partition("/")[0] in STAGES)
-
-
-@dataclass(frozen=True)
-class MadeWith(JsonObject):
-    """The code, packages, options and library that made a stage's artefacts.
-
-    code: sha256 of the code's digests. packages: {name: version}. options: None for a check, whose options are locked.
-    backend: version, revision and options of the library; None where no backend takes part.
-    """
-
-    code: str
-    packages: Mapping[str, str]
-    options: Items | None = None
-    backend: Items | None = None
+_DEVICE = ("name", "device", "portable")  # of a backend: they are in the place of engines
+ABSENT = object()
+_DIGEST = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -67,14 +65,15 @@ class Comparison:
 class Lock(JsonObject):
     """The lock of a model.
 
-    made_with: {stage/backend: code and packages}. entries: {place: {name: locked value}}: of the checkpoint its source,
+    made_with: {stage/backend: code and packages}, which decides nothing, and names the cause where an artefact differs.
+    entries: {place: {name: locked value}}: of the checkpoint its source,
     its commit where there is one, and the sha256 of its files; of weights, graphs and engines {file: sha256}; of
     references and golden checks {prompt: token ids}; of checks their parameters. published: {target: bundle in a
     registry}.
     """
 
     model: str
-    made_with: Annotated[Mapping[Annotated[str, _STAGE], MadeWith], Key(MADE)]
+    made_with: Annotated[Mapping[Annotated[str, _STAGE], Items], Key(MADE)]
     entries: Annotated[Mapping[Place, Items], Key(LOCKED)]
     published: Mapping[str, Published] = field(default_factory=dict)
 
@@ -141,3 +140,179 @@ def without_places(items: Items) -> dict[str, Any]:
 
 def lock_path(folder: Path, model: str) -> Path:
     return folder / f"{model}.lock.json"
+
+
+@dataclass(frozen=True)
+class LockEntry:
+    """An artefact, or the parameters of a check, as an entry of a lock.
+
+    where: its place in the lock. key: its build key. items: {name: locked value}.
+    """
+
+    where: Place
+    key: BuildKey
+    items: Mapping[str, Any]
+
+    @property
+    def stage(self) -> str:
+        return self.key.stage
+
+
+def collect(results: Path, model: str) -> Lock:
+    """Return the lock of a results tree. Raises InputError for a model that is not finished."""
+    tree = Results(results)
+    config = config_of(results)
+    # A machine has the engines of its own devices only.
+    built = [
+        target
+        for target in config.targets()
+        if target.model == model and tree.engines(model, target.precision, target.backend).is_file()
+    ]
+    if not built:
+        raise InputError(
+            f"{results / model}: expected a model of {tree.config()}, found no engines of one; run its config first"
+        )
+    pinned = list(lock_entries(results, model))
+    pinned_stages = {entry.stage for entry in pinned}
+    for stage in dict.fromkeys(job.stage for job in jobs(config, results, built)):
+        if STAGES[stage].is_locked and stage not in pinned_stages:
+            raise InputError(
+                f"{results / model}: expected a finished model, found nothing of {stage}; run `lockstep run` first"
+            )
+    return lock_of(model, pinned)
+
+
+def config_of(results: Path) -> Config:
+    from lockstep.config.load import load  # loads pydantic, which verify must not need
+
+    path = Results(results).config()
+    return load(read_json(path), where=str(path))
+
+
+def lock_of(model: str, pinned: Iterable[LockEntry]) -> Lock:
+    pinned = list(pinned)
+    causes = {made_by(entry.key): made_with(entry.key) for entry in pinned}
+    return Lock(model, causes, {entry.where: entry.items for entry in pinned})
+
+
+def made_by(key: BuildKey) -> str:
+    """Return the key of an artefact in a lock's `made_with`: the stage, and the backend where it has one."""
+    if "backend" not in key.names:
+        return key.stage
+    return f"{key.stage}/{key.names['backend']}"
+
+
+def made_with(key: BuildKey) -> Items:
+    """Return the code, packages, options and library of a stage, as in a lock. A check's options have an entry."""
+    made = {"code": sha256_json(key.code), "packages": key.environment}
+    if not STAGES[key.stage].is_check:
+        made["options"] = key.options
+    if backend := {name: value for name, value in (key.backend or {}).items() if name not in _DEVICE}:
+        made["backend"] = backend
+    return json.loads(dump_json(made))
+
+
+def terms_place(stage: str, names: Mapping[str, Any]) -> Place:
+    """Return the place of a check's parameters in the lock of its model.
+
+    names: precision, layers and backend, those that the stage has.
+    """
+    return "/".join([TERMS, stage, *(str(names[key]) for key in ("precision", "layers", "backend") if key in names)])
+
+
+def terms(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a check's options as in a lock: tolerances, prompts, lengths, limits, expected texts."""
+    return _numbered(json.loads(dump_json(options)))
+
+
+def _numbered(value: Any) -> Any:
+    """Return a value with its lists as mappings of numbers, so that a difference in them has a place too."""
+    if isinstance(value, Mapping):
+        return {name: _numbered(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return {f"{number:03d}": _numbered(item) for number, item in enumerate(value)}
+    return value
+
+
+def lock_entries(results: Path, model: str) -> Iterator[LockEntry]:
+    for path in statements(results / model):
+        yield from entries_of(path)
+
+
+def readable_entries(folder: Path) -> dict[Place, LockEntry]:
+    """Return {place: entry} below a model's folder, in order, without those that are damaged or being made."""
+    entries: dict[Place, LockEntry] = {}
+    for path in statements(folder):
+        with contextlib.suppress(LockstepError, OSError):
+            entries |= {entry.where: entry for entry in entries_of(path)}
+    return dict(sorted(entries.items()))
+
+
+def compared(folder: Path, lock: Lock) -> dict[Place, Comparison]:
+    return {where: lock.compare(where, entry.items) for where, entry in readable_entries(folder).items()}
+
+
+def entries_of(path: Path) -> list[LockEntry]:
+    """Return the entries of the statement at `path`; none for artefacts that are not locked, such as a report.
+
+    Raises InputError or CheckError when statement and manifest are damaged or do not belong together.
+    """
+    key = Statement.load(path).key
+    manifest = path.with_name(f"{path.name.removesuffix(SUFFIX)}.json")
+    stage = STAGES.get(key.stage)
+    if stage is None or not stage.is_locked:
+        return []
+    if read_statement(manifest) is None:
+        actual = "another" if manifest.is_file() else "none"
+        raise CheckError(
+            f"{manifest}: expected the file that {path.name} is of, found {actual}; delete it and run again"
+        )
+    pinned = []
+    if stage.is_pinned:
+        with manifest_entries(manifest):
+            where, items = stage.pin(manifest, key)
+        pinned.append(LockEntry("/".join(where), key, items))
+    if stage.is_check:
+        pinned.append(LockEntry(terms_place(key.stage, key.names), key, terms(key.options)))
+    return pinned
+
+
+def entries_at(output: Path) -> list[LockEntry]:
+    return entries_of(statement_path(output))
+
+
+def changes(before: Any, after: Any) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield (place, "before -> after") of each value that differs, in order of names."""
+    for where, old, new in differences(before, after):
+        yield where, change(old, new)
+
+
+def differences(before: Any, after: Any, where: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+    """Yield (place, before, after) of each value that differs, in order of names. A missing value is ABSENT."""
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        for name in sorted({*before, *after}):
+            yield from differences(before.get(name, ABSENT), after.get(name, ABSENT), (*where, str(name)))
+    elif before != after:
+        yield where, before, after
+
+
+def change(before: Any, after: Any) -> str:
+    if before is ABSENT:
+        return f"new, {words(after)}"
+    if after is ABSENT:
+        return f"gone, was {words(before)}"
+    return f"{words(before)} -> {words(after)}"
+
+
+def words(value: Any) -> str:
+    """Return a value as part of a line. Of a digest the first 12 digits, of a mapping the number of its entries."""
+    if value is None:
+        return "none"
+    if isinstance(value, Mapping):
+        return f"{len(value)} entries"
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(words, value))
+    text = str(value)
+    if _DIGEST.fullmatch(text):
+        return text[:12]
+    return text

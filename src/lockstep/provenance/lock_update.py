@@ -11,9 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.artifacts import formats
-from lockstep.provenance.diff import ABSENT, change, differences
-from lockstep.provenance.lock import ENGINES, TERMS, Lock, Place, is_absent, kind_of, split, without_places
-from lockstep.provenance.lockfile import collect, config_of
+from lockstep.provenance.lock import (
+    ABSENT,
+    ENGINES,
+    TERMS,
+    Lock,
+    Place,
+    change,
+    collect,
+    config_of,
+    differences,
+    is_absent,
+    kind_of,
+    split,
+    without_places,
+)
 from lockstep.stages import STAGES
 
 _EARLIER = "lockstep.lock/4"  # of Lockstep 0.2: the same, with a place for each CPU that engines were built on

@@ -18,9 +18,19 @@ from lockstep.artifacts.statement import BuildKey, statement_path
 from lockstep.errors import CheckError, InputError
 from lockstep.manifests.digest_cache import check_files, digest, size_of
 from lockstep.manifests.manifest_files import named_files
-from lockstep.provenance.diff import changes, lines
-from lockstep.provenance.lock import TERMS, Lock, lock_path, without_places
-from lockstep.provenance.lockfile import LockEntry, entries_at, made_by, made_with, terms, terms_place
+from lockstep.provenance.lock import (
+    TERMS,
+    Lock,
+    LockEntry,
+    changes,
+    entries_at,
+    lock_path,
+    made_by,
+    made_with,
+    terms,
+    terms_place,
+    without_places,
+)
 from lockstep.stages import STAGES, Job
 from lockstep.stages.build import engines_place
 from lockstep.targets import Results, Target
@@ -197,17 +207,9 @@ def other_commit(lock: Lock, commit: str | None) -> str | None:
 
 
 def _causes(lock: Lock, entry: LockEntry) -> str:
-    locked = lock.made_with.get(made_by(entry.key))
     now = made_with(entry.key)
-    if locked is None:
-        return ""
-    causes = lines(
-        ("", locked.packages, now.packages),
-        (f"{entry.key.names.get('backend')} ", locked.backend or {}, now.backend or {}),
-        ("option ", locked.options or {}, now.options or {}),
-        ("", {"code": locked.code}, {"code": now.code}),
-    )
-    return ", ".join(causes)
+    locked = lock.made_with.get(made_by(entry.key), now)
+    return ", ".join(f"{' '.join(where).removeprefix('packages ')} {change}" for where, change in changes(locked, now))
 
 
 def refuse(line: str, lock_file: Path) -> None:

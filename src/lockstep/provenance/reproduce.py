@@ -33,10 +33,9 @@ from lockstep.config.sources import REPOSITORY
 from lockstep.errors import PREFIX, CheckError, note
 from lockstep.manifests.digest_cache import check_files, check_stored
 from lockstep.manifests.manifest_files import failed_path, named_files
-from lockstep.provenance.cache.store import VARIABLE
-from lockstep.provenance.lock import TERMS, Lock
+from lockstep.provenance.cache import VARIABLE
+from lockstep.provenance.lock import TERMS, Lock, lock_entries, lock_of, readable_entries
 from lockstep.provenance.locked import difference
-from lockstep.provenance.lockfile import lock_entries, lock_of, readable_entries
 from lockstep.provenance.varied import AS_HERE, Surroundings, surroundings
 from lockstep.stages import STAGES, jobs
 from lockstep.targets import Results, Target, is_quantized

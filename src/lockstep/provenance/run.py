@@ -15,7 +15,7 @@ from lockstep.errors import ENDING, InputError, LockstepError
 from lockstep.manifests.digest_cache import digest
 from lockstep.manifests.manifest_files import failed_path
 from lockstep.provenance import locked
-from lockstep.provenance.cache.reuse import cache_for, put, take
+from lockstep.provenance.cache import cache_for, put, take
 from lockstep.provenance.statements import build_key, read_statement, write_statement
 from lockstep.stages import STAGES, Job
 

@@ -18,7 +18,7 @@ from lockstep.checkpoint.resolve import side_files, weight_files
 from lockstep.checkpoint.tensors import find_tensors
 from lockstep.config.sources import FolderSource, parse_source
 from lockstep.manifests.digest_cache import digest
-from lockstep.provenance.diff import words
+from lockstep.provenance.lock import words
 from lockstep.stages import STAGES, Job
 from lockstep.targets import Results
 

@@ -21,8 +21,7 @@ from lockstep.artifacts.summary import Summary
 from lockstep.errors import InputError, LockstepError
 from lockstep.manifests.digest_cache import THREADS, Expected, digest
 from lockstep.manifests.manifest_files import named_files
-from lockstep.provenance.lock import ENGINES, Lock, is_absent, kind_of
-from lockstep.provenance.lockfile import compared
+from lockstep.provenance.lock import ENGINES, Lock, compared, is_absent, kind_of
 from lockstep.provenance.statements import statements
 from lockstep.targets import Results
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from lockstep.artifacts.reports import FAIL, PASS
 from lockstep.errors import LockstepError
-from lockstep.provenance.lock import TERMS, Lock, lock_path
-from lockstep.provenance.lockfile import compared
+from lockstep.provenance.lock import TERMS, Lock, compared, lock_path
 from lockstep.report.verdict import NOT_RUN
 from lockstep.targets import Results
 

@@ -22,7 +22,7 @@ from lockstep.config.schema import Config
 from lockstep.config.sources import REPOSITORY
 from lockstep.config.types import PRECISIONS
 from lockstep.errors import InputError
-from lockstep.provenance.cache.store import cache_folder
+from lockstep.provenance.cache import cache_folder
 from lockstep.provenance.code_identity import stage_key, untested
 from lockstep.provenance.locked import check_project, find_lock, is_locked, not_in_config
 from lockstep.stages import STAGES, jobs, params

@@ -46,7 +46,7 @@ from lockstep.cli.main import main
 from lockstep.config import load
 from lockstep.errors import CheckError, InputError
 from lockstep.provenance import lock_update
-from lockstep.provenance.lock import Lock, MadeWith
+from lockstep.provenance.lock import Lock
 from lockstep.report import summary
 from lockstep.runtime import Engine, Model, Request
 from lockstep.stages import jobs
@@ -521,9 +521,7 @@ def test_a_lock_written_without_bf16_keeps_what_stood_in_it():
     terms = f"checks/golden/bf16/2/{BACKEND}"
     locked = {engines: {}, f"golden/bf16/{BACKEND}/2": {}, terms: {"expected": {}}, "golden/bf16/cuda/2": {}}
     other_entries = {"checkpoint": {"source": "m"}, f"checks/golden/fp32/2/{BACKEND}": {"expected": {}}}
-    before = Lock(
-        "m", {"golden/openvino": MadeWith("old", {})}, {**other_entries, **locked, "graphs/bf16": {"entry": "g"}}
-    )
+    before = Lock("m", {"golden/openvino": {"code": "old"}}, {**other_entries, **locked, "graphs/bf16": {"entry": "g"}})
 
     def written(graph: str, *not_run: str) -> Lock:
         lock = Lock("m", {}, {"checkpoint": {"source": "m"}, "graphs/bf16": {"entry": graph}})

@@ -21,7 +21,7 @@ from lockstep.onnx_tools.prepare import random_inputs
 from lockstep.onnx_tools.sessions import compute
 from lockstep.onnx_tools.toolkit import GraphWriter, Pass, add_input, infer_types, replace, run_passes
 from lockstep.onnx_tools.values import is_linear, maker, shape_of, upstream
-from lockstep.provenance.code_imports import SOURCES
+from lockstep.provenance.code_identity import SOURCES
 from lockstep_gpu.backends.tensorrt.fp32_sums import Fp32Sums
 
 TESTS = Path(__file__).parents[1]

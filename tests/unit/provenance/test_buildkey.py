@@ -16,8 +16,8 @@ from packaging.requirements import Requirement
 
 from lockstep.config.backends import backends
 from lockstep.errors import InputError
-from lockstep.provenance import code_identity, code_imports
-from lockstep.provenance.code_imports import SOURCES, imports, reach, third_party, with_data
+from lockstep.provenance import code_identity
+from lockstep.provenance.code_identity import SOURCES, imports, reach, third_party, with_data
 from lockstep.stages import STAGES
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -93,12 +93,11 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         path = tmp_path / "lockstep" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    for module in (code_identity, code_imports):
-        monkeypatch.setattr(module, "SOURCES", tmp_path)
-    for cached in (code_imports.file_of, code_imports.reach):
+    monkeypatch.setattr(code_identity, "SOURCES", tmp_path)
+    for cached in (code_identity.file_of, code_identity.reach):
         cached.cache_clear()
     yield tmp_path / "lockstep"
-    for cached in (code_imports.file_of, code_imports.reach):
+    for cached in (code_identity.file_of, code_identity.reach):
         cached.cache_clear()
 
 

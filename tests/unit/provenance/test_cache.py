@@ -13,7 +13,7 @@ from shared_cache import checkpoint, contents, convert, entries, files_of, never
 from lockstep import backends
 from lockstep.artifacts.files import read_json, write_json
 from lockstep.provenance import run as stage
-from lockstep.provenance.cache.store import Cache, cache_folder
+from lockstep.provenance.cache import Cache, cache_folder
 from lockstep.provenance.statements import read_statement
 from lockstep.stages import Job
 from lockstep.targets import Results

@@ -20,7 +20,7 @@ from shared_cache import MB, checkpoint, contents, convert, entries, never, run,
 
 from lockstep.artifacts.files import dump_json, sha256_json
 from lockstep.artifacts.statement import DIGEST, Statement
-from lockstep.provenance.cache.store import Cache
+from lockstep.provenance.cache import Cache
 from some import some
 
 

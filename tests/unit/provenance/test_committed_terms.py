@@ -9,9 +9,8 @@ from pathlib import Path
 from demo_model import CONFIG, ROOT
 
 from lockstep.config.backends import backends
-from lockstep.provenance.lock import TERMS, Lock
+from lockstep.provenance.lock import TERMS, Lock, terms, terms_place
 from lockstep.provenance.locked import not_in_config
-from lockstep.provenance.lockfile import terms, terms_place
 from lockstep.stages import STAGES, jobs
 
 LOCK_FILE = ROOT / "locks" / "demo-llama.lock.json"

@@ -22,7 +22,7 @@ from lockstep.backends import identity
 from lockstep.checkpoint import resolve
 from lockstep.errors import CheckError, InputError
 from lockstep.manifests.manifest_files import content, failed_path
-from lockstep.provenance import code_identity, diff, explain
+from lockstep.provenance import code_identity, explain, lock
 from lockstep.provenance import run as stage
 from lockstep.provenance.lock import Lock, is_absent
 from lockstep.provenance.lock_update import is_looser
@@ -297,7 +297,7 @@ def test_verify_needs_the_standard_library_only() -> None:
 def test_a_difference_is_in_words_with_both_values() -> None:
     document = {"a": {"x": "1", "gone": 2}, "digest": "ab" * 32, "list": [1, 2]}
     other = {"a": {"x": "2", "new": True}, "digest": "cd" * 32, "list": [1, 3]}
-    assert [f"{'.'.join(where)}: {change}" for where, change in diff.changes(document, other)] == [
+    assert [f"{'.'.join(where)}: {change}" for where, change in lock.changes(document, other)] == [
         "a.gone: gone, was 2",
         "a.new: new, True",
         "a.x: 1 -> 2",
@@ -350,10 +350,10 @@ def test_engines_of_a_backend_that_is_not_portable_have_a_place_for_each_device(
 
 @pytest.mark.parametrize("where, before, after, expected", [
     ("tolerance", 0.001, 0.0025, True), ("tolerance", 0.0025, 0.001, False), ("tolerance.noise", 6, 6.5, True),
-    ("tolerance.block", None, 0.1, True), ("tolerance.block", 0.1, None, True), ("tolerance.a", diff.ABSENT, 1, False),
+    ("tolerance.block", None, 0.1, True), ("tolerance.block", 0.1, None, True), ("tolerance.a", lock.ABSENT, 1, False),
     ("limits.max_batch_size", 4, 1, True), ("limits.max_batch_size", 4, 8, False), ("seconds", 30, 20, True),
     ("golden.max_new_tokens", 16, 4, True), ("golden.long_prompt", 240, 252, False), ("max_seq_len", 256, None, True),
-    ("golden.prompts.003", "Dark", diff.ABSENT, True), ("golden.prompts.003", diff.ABSENT, "Dark", False),
+    ("golden.prompts.003", "Dark", lock.ABSENT, True), ("golden.prompts.003", lock.ABSENT, "Dark", False),
     ("golden.prompts.003", "Dark", "Light", False), ("expected.000", "a text", None, True),
     ("expected.000", None, "a text", False), ("expected.000", "a text", "another", False),
     ("drift_text", "It", "", True), ("seed", 7, 3, False),

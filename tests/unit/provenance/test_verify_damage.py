@@ -26,9 +26,8 @@ from lockstep.artifacts.statement import DIGEST
 from lockstep.errors import LockstepError
 from lockstep.provenance import run as stage
 from lockstep.provenance.explain import explain
-from lockstep.provenance.lock import Lock
+from lockstep.provenance.lock import Lock, lock_entries
 from lockstep.provenance.lock_update import updated_lock
-from lockstep.provenance.lockfile import lock_entries
 from lockstep.provenance.verify import SAME, Finding, verify
 from lockstep.stages import STAGES
 from lockstep.targets import Results, Target

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.plugins import backend_packages
-from lockstep.provenance.code_imports import PACKAGES, SOURCES, file_of, imports
+from lockstep.provenance.code_identity import PACKAGES, SOURCES, file_of, imports
 
 # From the bottom to the top: a package imports from those above it in this list, as docs/design.md draws it.
 LAYERS = (

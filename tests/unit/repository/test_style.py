@@ -2,7 +2,7 @@
 
 import ast
 
-from lockstep.provenance.code_imports import SOURCES
+from lockstep.provenance.code_identity import SOURCES
 
 
 def test_no_conditional_expression_is_an_operand_of_another() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.provenance.code_imports import SOURCES, file_of, imports
+from lockstep.provenance.code_identity import SOURCES, file_of, imports
 from lockstep.step.logits_pipeline import Sampler
 from lockstep.step.sampling import Sampling
 from lockstep.verify.sampled.noise import exponential_noise, philox

@@ -1,0 +1,228 @@
+"""The cache of artefacts, by build key, shared between checkouts and machines.
+
+A step and its build key in: an artefact that was made once is copied, not built. Every use is a line on stderr: in a
+job, in its log. Where the cache cannot be read, cannot be written or is damaged, the line says so and the artefact is
+made as without a cache.
+
+A cache is a folder: `entries/<build key>.json` is the statement of an artefact, whose subjects are `blobs/<sha256>`.
+Files are written to a temporary name in the same folder, flushed and renamed, so that others see them whole or not at
+all. Names of temporary files are random: process ids of two machines may be equal. Damaged files are never used, and
+deleted where that is allowed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from lockstep.artifacts.files import atomic_path, remove_leftovers, sha256_file
+from lockstep.artifacts.statement import BuildKey, Statement, statement_path
+from lockstep.errors import InputError, LockstepError
+from lockstep.manifests.digest_cache import remember, size_of
+from lockstep.manifests.manifest_files import content, named_files
+from lockstep.manifests.own_files import clear_unnamed
+from lockstep.provenance.code_identity import code_digests
+from lockstep.stages import STAGES, Job
+
+VARIABLE = "LOCKSTEP_CACHE"
+_SUFFIXES = (".onnx", ".engine", ".zip")
+
+
+def cache_folder(configured: str = "") -> Path | None:
+    """Return the folder of the cache; None for none.
+
+    LOCKSTEP_CACHE where it is set, also to nothing, else the config's. The variable wins because the place of a cache
+    depends on the machine, and a config is shared. Raises InputError where no folder can be.
+    """
+    where = VARIABLE if VARIABLE in os.environ else "config: cache"
+    text = os.environ.get(VARIABLE, configured)
+    if not text:
+        return None
+    folder = Path(os.path.expanduser(text))
+    existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if not existing.is_dir():
+        raise InputError(
+            f"{where}: expected a folder, or a path where one can be made, found that {existing} "
+            f"is a file; name another place or move the file away"
+        )
+    return folder
+
+
+class Cache:
+    """A cache at `folder`, which is made when something is first put into it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.entries = folder / "entries"
+        self.blobs = folder / "blobs"
+
+    def entry_path(self, key: str) -> Path:
+        return self.entries / f"{key}.json"
+
+    def blob_path(self, sha256: str) -> Path:
+        return self.blobs / sha256
+
+    def read(self, key: str) -> Statement | None:
+        """Return the entry of a build key; None where there is none.
+
+        Raises LockstepError when it is damaged, or one of its blobs is not there.
+        """
+        path = self.entry_path(key)
+        if not os.path.lexists(path):
+            return None
+        entry = Statement.load(path)
+        if entry.key.sha256 != key:
+            raise InputError(f"{path}: expected an entry of this build key, found that of another")
+        for sha256 in entry.outputs.values():
+            if size_of(self.blob_path(sha256)) is None:
+                raise InputError(f"{self.blob_path(sha256)}: expected a file that {path.name} names, found none")
+        return entry
+
+    def take(self, sha256: str, target: Path) -> None:
+        """Copy a blob to the new file `target`.
+
+        Raises InputError, and deletes the blob, when it does not have the digest in its name.
+        """
+        source = self.blob_path(sha256)
+        touch(source)
+        shutil.copyfile(source, target)
+        actual = sha256_file(target)
+        if actual != sha256:
+            delete(source)
+            raise InputError(f"{source}: expected sha256 {sha256}, found {actual}: the file is damaged")
+
+    def add(self, source: Path, sha256: str) -> None:
+        """Put the file `source` in, unless it is there, whole. Raises InputError when it is not of this sha256."""
+        path = self.blob_path(sha256)
+        if size_of(path) == source.stat().st_size and sha256_file(path) == sha256:
+            return touch(path)  # what was not used for long may be deleted by age before its entry is written
+        with atomic_path(path, secrets.token_hex(8)) as temporary:
+            shutil.copyfile(source, temporary)
+            actual = sha256_file(temporary)
+            if actual != sha256:
+                raise InputError(f"{source}: expected sha256 {sha256}, found {actual}: the file has changed")
+
+    def write(self, entry: Statement) -> None:
+        with atomic_path(self.entry_path(entry.key.sha256), secrets.token_hex(8)) as temporary:
+            temporary.write_bytes(entry.to_bytes())
+
+
+def delete(path: Path) -> None:
+    """Delete a damaged or unused file where that is allowed."""
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def touch(path: Path) -> None:
+    """Set the time of a file's last use, where the cache can be written."""
+    with contextlib.suppress(OSError):
+        os.utime(path)
+
+
+def cache_for(step: Job, configured: str) -> Cache | None:
+    """Return the cache for a step; None where there is none or it is not cached.
+
+    Raises InputError for a place where no cache can be.
+    """
+    folder = None
+    if STAGES[step.stage].is_cached:
+        folder = cache_folder(configured)
+    return Cache(folder) if folder else None
+
+
+def take(cache: Cache | None, step: Job, key: BuildKey) -> bool:
+    """Restore the artefact with this build key to the output of `step`.
+
+    Returns whether the cache has all of it; False: it must be made.
+    """
+    if cache is None:
+        return False
+    name = key.sha256
+    try:
+        entry = cache.read(name)
+        if entry is None:
+            return False
+        _restore(cache, step, entry)
+    except LockstepError as error:
+        delete(cache.entry_path(name))
+        _say(f"{error}; {step} is made again")
+        return False
+    except OSError as error:
+        _say(f"{cache.folder}: expected to take {step} from it, found: {error}; it is made again")
+        return False
+    touch(cache.entry_path(name))
+    _say(f"{step} is taken from {cache.folder}, build key {name[:12]}: nothing was computed")
+    return True
+
+
+def put(cache: Cache | None, step: Job, statement: Statement) -> None:
+    """Put the new artefact of `step`, with the files of its statement, into the cache.
+
+    Not one that names files of other folders: it is valid in one place only.
+    """
+    if cache is None or not _is_whole(step.output, statement.outputs):
+        return
+    try:
+        _check_unchanged(step, statement.key)
+        for name, sha256 in sorted(statement.outputs.items()):
+            cache.add(step.output.parent / name, sha256)
+        cache.write(statement)
+    except InputError as error:
+        _say(f"{step} is not put into {cache.folder}: {error}")
+    except OSError as error:
+        _say(f"{cache.folder} cannot be written ({error.strerror}): {step} is not put into it")
+    else:
+        _say(f"{step} is put into {cache.folder}, build key {statement.key.sha256[:12]}")
+
+
+def _restore(cache: Cache, step: Job, entry: Statement) -> None:
+    """Copy an artefact out of the cache.
+
+    The manifest is checked first and written last, so no manifest is there after a run that was killed.
+    """
+    folder = step.output.parent
+    output = step.output
+    outputs = entry.outputs
+    for name in outputs:
+        remove_leftovers(folder / name)
+    with atomic_path(output) as manifest:
+        if output.name in outputs:
+            cache.take(outputs[output.name], manifest)
+        if output.name not in outputs or not _is_whole(manifest, outputs):
+            path = cache.entry_path(entry.key.sha256)
+            raise InputError(f"{path}: expected all files of {output.name}, found others")
+        for path in (output, statement_path(output)):
+            path.unlink(missing_ok=True)
+        for name in outputs.keys() - {output.name}:
+            with atomic_path(folder / name) as temporary:
+                cache.take(outputs[name], temporary)
+            remember(folder / name, outputs[name])
+    # Where no other artefact shares the folder, files of an earlier one are deleted.
+    if "{" not in Path(STAGES[step.stage].output).name:
+        clear_unnamed(output, lambda path: path.suffix in _SUFFIXES)
+
+
+def _is_whole(manifest: Path, outputs: Mapping[str, str]) -> bool:
+    """Return whether all files of a manifest are among `outputs`, {path relative to it: sha256}."""
+    return all(
+        outputs.get(os.path.relpath(file.path, manifest.parent)) == file.sha256 for file in named_files(manifest)
+    )
+
+
+def _check_unchanged(step: Job, key: BuildKey) -> None:
+    """Raise InputError when inputs or code changed since the key was computed: the artefact may be of the new ones."""
+    inputs = {path: (content(path), key.inputs[name]) for name, path in step.inputs.items()}
+    code = code_digests(STAGES[step.stage].module, step.backend)
+    parts = {Path(part): (digest, key.code.get(part)) for part, digest in code.items()}
+    for path, (now, before) in {**inputs, **parts}.items():
+        if now != before:
+            raise InputError(f"{path} changed while it was made")
+
+
+def _say(line: str) -> None:
+    print(f"cache: {line}", file=sys.stderr)
