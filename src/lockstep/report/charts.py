@@ -25,6 +25,7 @@ _WIDTH = 340  # points, a phone's page: text is as large there as `_FONT_SIZE` s
 _FONT_SIZE = 11
 _COLUMNS = 3  # of a legend
 _BAR = 22  # points of height
+_ABOVE = 1.02  # pygal leaves out the tick of the upper edge, and cuts lines there
 _DIGITS = re.compile(r"(\d+\.\d)\d+")
 
 
@@ -58,7 +59,7 @@ def curves(title: str, x_title: str, series: Series, x_ticks: Sequence[float] = 
     chart = pygal.XY(
         **_options(title, x_title=x_title, **_room_for_legend(len(drawn)), **{"dots_size": 2.5, **options}),
         logarithmic=True,
-        range=(y_ticks[0], y_ticks[-1]),
+        range=(y_ticks[0], _ABOVE * y_ticks[-1]),
         value_formatter=_short,
         x_value_formatter=_short,
     )
@@ -84,7 +85,7 @@ def lines(title: str, x_title: str, names: Sequence[str], series: Mapping[str, S
     chart = pygal.Line(
         **_options(title, x_title=x_title, dots_size=2),
         logarithmic=True,
-        range=(ticks[0], ticks[-1]),
+        range=(ticks[0], _ABOVE * ticks[-1]),
         value_formatter=_short,
         allow_interruptions=True,
         x_labels_major_every=-(-len(names) // 8),

@@ -25,7 +25,7 @@ from lockstep.report.jobs import JobState
 from lockstep.report.pictures import model_charts, target_charts, worst_of_layers
 from lockstep.report.prompts import answers, differences
 from lockstep.report.since_lock import Changes, meanings
-from lockstep.report.verdict import NOT_RUN, headline, overall, reasons, verdict
+from lockstep.report.verdict import NOT_RUN, advice, headline, overall, reasons, verdict
 from lockstep.targets import Results, Target
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def index(
         overall=overall(summary),
         headline=headline(summary),
         reasons=reasons(rows),
+        advice=advice(summary),
         about=about(results, models),
         models={model: _groups(rows, model) for model in models},
         charts={model: _charts(model, details_of, jobs) for model in models},

@@ -39,8 +39,8 @@ def model_charts(details_of: Mapping[Target, Details], jobs: Sequence[JobState])
         size = sum(_sizes(details).values())
         sizes.setdefault(target.precision, []).append(Point(size, error, f"{name}: {size:.1f} MB"))
     return _drawn(
-        charts.scatter("Quality and speed", "tokens/s, decoding", "logit error", speeds),
-        charts.scatter("Quality and size", "MB of weights and engines", "logit error", sizes),
+        charts.scatter("Quality and speed", "tokens/s, decoding", "logit difference", speeds),
+        charts.scatter("Quality and size", "MB of weights and engines", "logit difference", sizes),
         _job_graph(list(details_of), jobs),
         _stage_times(jobs),
     )

@@ -57,7 +57,7 @@ def advice(summary: Summary) -> list[str]:
     """
     lines = []
     if any(is_quantized(row.precision) and row.verdict == PASS for row in summary.targets):
-        lines.append("Pass: engines compute their weights correctly; the cost of quantizing these is the quality.")
+        lines.append("Pass: engines compute what their weights say; what quantizing these costs is the column quality.")
     for model in dict.fromkeys(row.model for row in summary.targets):
         rows = [row for row in summary.targets if row.model == model]
         rows = [row for row in rows if row.layers == "all"] or rows

@@ -22,7 +22,7 @@ from lockstep.artifacts.summary import Summary
 from lockstep.manifests.manifest_files import failed_path
 from lockstep.report import summary
 from lockstep.report.about import about
-from lockstep.report.charts import log_ticks
+from lockstep.report.charts import Point, curves, lines, log_ticks
 from lockstep.report.checks import CHECKS
 from lockstep.report.verdict import advice, headline
 from lockstep.stages import STAGES
@@ -170,7 +170,7 @@ def test_the_fastest_target_whose_quality_passes_is_to_be_served(tmp_path: Path)
     assert faster.endswith("m/w4a16/all/onnxruntime, 2.00 times, whose perplexity was not measured")
     candidates[2:] = [replace(row, drift_perplexity=change) for row, change in zip(candidates[2:], (-0.005, 0.515))]
     meaning, serve, faster = advice(Summary(tuple(candidates), {}))
-    assert "compute their weights correctly" in meaning and serve.endswith("m/w8a16/all/onnxruntime")
+    assert "compute what their weights say" in meaning and serve.endswith("m/w8a16/all/onnxruntime")
     assert "1.33 times, whose perplexity is +51.5 % (at most +1 %)".replace(" %", "%") in faster
     candidates[1] = replace(candidates[1], decode_tokens_per_s=500.0)
     assert advice(Summary(tuple(candidates), {}))[-1] == "Faster: none of those that were measured"
@@ -279,6 +279,8 @@ def test_charts_show_errors_sizes_speeds_and_jobs_with_their_states(results: Res
     assert {"Speed, tokens/s", "1: 50.5", "4: 100"} <= {*tooltips["m-fp16-all-onnxruntime.html"]}
     index = tooltips["index.html"]
     assert {"Quality and speed", "fp16 on onnxruntime: 99", "Quality and size"} <= {*index}
+    page = Parsed(written["index.html"])
+    assert "Serve: lockstep serve m/fp16/all/onnxruntime" in page.text
     states = ("golden m/fp16/2/onnxruntime: fail", "golden m/fp16/all/onnxruntime: done", "convert m/fp16: not run")
     assert {*states} <= {*index}
 
@@ -287,6 +289,14 @@ def test_a_scale_encloses_its_values_in_few_ticks() -> None:
     assert log_ticks([0.3, 7]) == pytest.approx([0.2, 0.5, 1, 2, 5, 10])
     assert log_ticks([1e-9, 2]) == pytest.approx([1e-9, 1e-7, 1e-5, 1e-3, 0.1, 10])
     assert log_ticks([5]) == pytest.approx([5, 10])
+
+
+def test_each_tick_is_labelled_up_to_the_highest() -> None:
+    for chart in (
+        curves("Error", "tokens", {"largest": [Point(2, 0.1), Point(7, 0.5)]}),
+        lines("Error", "layer", ["3", "4"], {"largest": [0.1, 0.5]}),
+    ):
+        assert {"0.1", "0.2", "0.5"} <= {*re.findall("<text[^>]*>([^<]*)</text>", chart)}
 
 
 def test_every_text_is_escaped(results: Results) -> None:
