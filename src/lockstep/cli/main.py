@@ -10,6 +10,7 @@ import click
 from lockstep import __version__
 from lockstep.cli.bisect import bisect
 from lockstep.cli.bundle import bundle
+from lockstep.cli.certify import certify
 from lockstep.cli.doctor import doctor
 from lockstep.cli.generate import generate
 from lockstep.cli.guarded import SETTINGS, GuardedGroup
@@ -38,7 +39,7 @@ _REGISTERED = [entry.load() for entry in entry_points("commands").values()]
 for _title, _commands in {
     "From a checkpoint to engines": (doctor, init, run),
     "Run engines": (generate, bundle, *_REGISTERED),
-    "Look at results": (summary, report, targets, explain, bisect),
+    "Look at results": (summary, report, targets, explain, bisect, certify),
     "Publish": (push, pull, sbom),
     "Lock, compare, build again": (lock, verify, reproduce),
 }.items():

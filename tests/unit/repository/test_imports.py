@@ -17,13 +17,14 @@ from lockstep.provenance.code_identity import PACKAGES, SOURCES, file_of, import
 # From the bottom to the top: a package imports from those above it in this list, as docs/design.md draws it.
 LAYERS = (
     "__init__", "errors", "progress", "processes", "plugins", "targets", "tolerances", "artifacts", "manifests",
-    "config", "checkpoint", "weights", "onnx_tools", "export", "step", "backends", "runtime", "verify", "stages",
-    "provenance", "bundle", "publish", "report", "workflow", "cli", "__main__",
+    "config", "checkpoint", "weights", "onnx_tools", "export", "step", "backends", "runtime", "verify", "certify",
+    "stages", "provenance", "bundle", "publish", "report", "workflow", "cli", "__main__",
 )  # fmt: skip
 # What traces, and what is compared with. Nothing else may need torch to be installed.
 TORCH = tuple(
     f"lockstep/{place}"
     for place in (
+        "certify/tables.py",
         "checkpoint/auto_config.py",
         "checkpoint/auto_tokenizer.py",  # in its own process, and where a model is traced
         "export/",

@@ -1,0 +1,75 @@
+"""The documents of `lockstep certify`: what hypotheses expect of an endpoint, and what it answered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from lockstep.artifacts import formats
+from lockstep.artifacts.document import Document
+from lockstep.artifacts.places import FileEntry
+
+COMPLETION = "completion"
+CHAT = "chat"
+
+
+@dataclass(frozen=True)
+class Question:
+    """One request for one token.
+
+    kind: COMPLETION or CHAT. text: the prompt, or the user's message. prompt_ids: what the model reads. tokens: the
+    candidates for the next one, the likeliest first; texts: of each.
+    """
+
+    kind: str
+    text: str
+    prompt_ids: tuple[int, ...]
+    tokens: tuple[int, ...]
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Hypotheses(Document):
+    """What each hypothesis expects of the answers to the same questions.
+
+    reference: the sha256 of golden's reference, whose prompts these are. tables: a safetensors file with
+    `values.<name>` [questions, candidates] float32, log-probabilities under a hypothesis, -inf where a question has
+    fewer candidates, and `noise.<precision>` [questions] float32, the rms error of log-probabilities in that precision.
+    """
+
+    FORMAT: ClassVar[str] = formats.HYPOTHESES
+    layers: int | str
+    reference: str
+    questions: tuple[Question, ...]
+    tables: FileEntry
+
+
+@dataclass(frozen=True)
+class Certificate(Document):
+    """The verdict on an endpoint, and what it rests on.
+
+    verdict: "as published", "differs" or "undecided". best: the likeliest hypothesis. log_likelihoods: natural
+    logarithms, relative to the likeliest. excluded: hypotheses that are at most 1/1,000 as likely as the verdict's.
+    log_evidence: against "as published", the largest at any request. power: {hypothesis: the stated chance that as many
+    requests tell it from the published model}. company: {requests at once: [answers, equal log-probabilities, equal
+    tokens]}. answers: an entry a question: its number, {candidate: log-probability}, the token chosen.
+    """
+
+    FORMAT: ClassVar[str] = formats.CERTIFICATE
+    url: str
+    model: str
+    began: str
+    hypotheses: str
+    reference: str
+    evidence: str
+    requests: int
+    verdict: str
+    best: str
+    log_likelihoods: Mapping[str, float]
+    excluded: tuple[str, ...]
+    log_evidence: float
+    power: Mapping[str, float]
+    company: Mapping[str, tuple[int, ...]]
+    skipped: tuple[str, ...]
+    answers: tuple[Mapping[str, Any], ...]

@@ -1,0 +1,316 @@
+"""What each hypothesis expects of an endpoint. Needs torch and transformers.
+
+In: a checkpoint, and golden's reference of it. Out: questions, prompts of golden's kind that a token shall follow, and
+the log-probabilities of candidates for it under each hypothesis. Questions are golden's prompts and answers, cut after
+any token; answers drawn from the model; long texts of these; and chats, where the tokenizer has a template.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.numpy import save
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lockstep.artifacts.certificate import CHAT, COMPLETION, Hypotheses, Question
+from lockstep.artifacts.checkpoint import CheckpointManifest
+from lockstep.artifacts.dtypes import ROW
+from lockstep.artifacts.files import sha256_file, write_bytes
+from lockstep.artifacts.places import FileEntry
+from lockstep.artifacts.reference import ReferenceManifest
+from lockstep.certify.likelihood import PENALTY, PUBLISHED
+from lockstep.errors import InputError
+from lockstep.manifests.own_files import replacing
+from lockstep.progress import steps
+from lockstep.runtime.tokenizer import Tokenizer
+from lockstep.verify.golden.model import load_checkpoint
+from lockstep.verify.golden.reference import load_tokenizer
+from lockstep.verify.golden.teacher_forced import logits_behind, run_behind
+from lockstep.verify.rounded import Rounded, round_kv_cache, rounded_rows
+from lockstep.weights import e4m3, groups
+
+_NUM_CANDIDATES = 64  # of the published model, and
+_NUM_OTHERS = 20  # of each hypothesis
+_NUM_DRAWN = 2  # answers drawn to each prompt
+_DRAWN_TOKENS = 48
+_NUM_LONG = 6
+_LONG_TOKENS = 256
+_NUM_CHATS = 32
+_FEWEST = 4  # tokens of a question
+_GROUP_SIZES = (32, 16)
+_LEVELS = 127.0
+_REPETITION_PENALTY = 1.1  # as generation_config.json of many models has it
+_BASES = (10_000.0, 500_000.0)  # of RoPE
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A question before its candidates are known. sequence: the ids that it is a beginning of. count: of its tokens."""
+
+    kind: str
+    text: str
+    sequence: tuple[int, ...]
+    count: int
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return self.sequence[: self.count]
+
+
+def make_hypotheses(checkpoint_json: Path, reference_json: Path, out: Path, completions: int = 240) -> Path:
+    """Write the hypotheses on an endpoint of a checkpoint to `out`; return it.
+
+    reference_json: golden's, of the same checkpoint and layers. completions: how many questions are not chats. Raises
+    InputError where no text of the reference leads to its tokens.
+    """
+    reference = ReferenceManifest.load(reference_json)
+    folder = CheckpointManifest.load(checkpoint_json).folder_of(Path(checkpoint_json))
+    model = load_checkpoint(checkpoint_json, reference.layers)
+    tokenizer = load_tokenizer(folder)
+    cuts = _cuts(model, tokenizer, reference, completions)
+    if not cuts:
+        raise InputError(f"{reference_json}: expected prompts whose text leads to their tokens, found none")
+    logits = {name: compute() for name, compute in _hypotheses(model, tokenizer, cuts)}
+    published = logits[PUBLISHED]
+    candidates = [_candidates([table[number] for table in logits.values()]) for number in range(len(cuts))]
+    logits[PENALTY] = np.stack([_penalised(row, cut.ids) for row, cut in zip(published, cuts)])
+    tables = {name: _table(rows, candidates) for name, rows in logits.items()}
+    arrays = {f"values.{name}": table for name, table in tables.items() if name not in ("fp16", "bf16")}
+    listed = slice(_NUM_OTHERS)
+    for precision in ("fp16", "bf16"):
+        errors = tables[precision][:, listed] - tables[PUBLISHED][:, listed]
+        rows = np.sqrt(np.mean(np.square(errors, dtype=np.float64), axis=1))
+        # One draw of roundings says little of a row: the usual row's counts as much.
+        arrays[f"noise.{precision}"] = np.sqrt((rows**2 + np.mean(rows**2)) / 2).astype(np.float32)
+    texts = Tokenizer(folder / "tokenizer.json")
+    questions = []
+    for cut, tokens in zip(cuts, candidates):
+        pieces = tuple(texts.token_bytes(token).decode(errors="replace") for token in tokens)
+        questions.append(Question(cut.kind, cut.text, cut.ids, tuple(tokens), pieces))
+    file = out.with_suffix(".safetensors")
+    with replacing(out, (file.name,)):
+        write_bytes(file, save(arrays))
+        entry = FileEntry(file.name, sha256_file(file))
+        Hypotheses(reference.layers, sha256_file(reference_json), tuple(questions), entry).save(out)
+    return out
+
+
+def _cuts(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, reference: ReferenceManifest, count: int
+) -> list[_Cut]:
+    """Return the questions, in an order that mixes all kinds."""
+    generator = torch.Generator().manual_seed(0)
+    sequences = []
+    for prompt in reference.prompts:
+        sequences.append((*prompt.prompt_ids, *prompt.tokens[:-1]))
+        for _ in range(_NUM_DRAWN):
+            sequences.append((*prompt.prompt_ids, *_drawn(model, prompt.prompt_ids, _DRAWN_TOKENS, generator)))
+    places = [(sequence, end) for sequence in sequences for end in range(_FEWEST, len(sequence) + 1)]
+    order = torch.randperm(len(places), generator=generator).tolist()
+    completions = _readable(tokenizer, [places[number] for number in order], count)
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _LONG_TOKENS
+    text = "\n".join(_text(tokenizer, sequence) for sequence in sequences)
+    long = tuple(tokenizer(text)["input_ids"][: min(_LONG_TOKENS, limit // 4)])
+    longs = _readable(tokenizer, [(long, len(long) - 7 * number) for number in range(4 * _NUM_LONG)], _NUM_LONG)
+    chats = []
+    if tokenizer.chat_template:
+        chats = [_chat(tokenizer, cut.text) for cut in completions[:_NUM_CHATS]]
+    mixed = []
+    for number, cut in enumerate(completions):
+        mixed += [*longs[number // 8 : number // 8 + (number % 8 == 3)], cut, *chats[number : number + 1]]
+    return mixed
+
+
+def _readable(
+    tokenizer: PreTrainedTokenizerBase, places: Sequence[tuple[tuple[int, ...], int]], most: int
+) -> list[_Cut]:
+    """Return the first `most` places, sequences and counts of tokens, whose text leads to their tokens."""
+    cuts: list[_Cut] = []
+    for sequence, count in places:
+        text = _text(tokenizer, sequence[:count])
+        if len(cuts) < most and tuple(tokenizer(text)["input_ids"]) == sequence[:count]:
+            cuts.append(_Cut(COMPLETION, text, sequence, count))
+    return cuts
+
+
+def _chat(tokenizer: PreTrainedTokenizerBase, text: str, system: str = "", opens: bool = True) -> _Cut:
+    messages = [{"role": "user", "content": text}]
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=opens, return_dict=False)
+    return _Cut(CHAT, text, tuple(ids), len(ids))
+
+
+def _text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """Return the text that the tokenizer makes these ids of: without the token that it puts first."""
+    first = int(bool(ids) and ids[0] == tokenizer.bos_token_id and tokenizer("")["input_ids"][:1] == [ids[0]])
+    return str(tokenizer.decode(list(ids[first:]), clean_up_tokenization_spaces=False))
+
+
+def _drawn(model: PreTrainedModel, ids: Sequence[int], count: int, generator: torch.Generator) -> list[int]:
+    tokens: list[int] = []
+    with torch.no_grad():
+        rows, cache = run_behind(model, ids)
+        for _ in range(count):
+            tokens.append(int(torch.multinomial(torch.softmax(rows[-1].float(), -1), 1, generator=generator)))
+            rows, cache = run_behind(model, tokens[-1:], cache)
+    return tokens
+
+
+def _hypotheses(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cuts: Sequence[_Cut]
+) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
+    """Yield {name: what computes the logits [questions, vocab_size]}; the model is as published between two."""
+
+    def plain() -> np.ndarray:
+        return _logits(model, cuts)
+
+    def within(*contexts: contextlib.AbstractContextManager[Any]) -> Callable[[], np.ndarray]:
+        def compute() -> np.ndarray:
+            with contextlib.ExitStack() as stack:
+                for context in contexts:
+                    stack.enter_context(context)
+                return plain()
+
+        return compute
+
+    yield PUBLISHED, plain
+    yield "fp16", within(Rounded(torch.float16))
+    yield "bf16", within(Rounded(torch.bfloat16))
+    yield "int8", within(_weights(model, lambda weight, is_head: _integers(weight, 8)))
+    yield "int8 / rows", within(_weights(model, lambda weight, is_head: _rows_of_int8(weight)))
+    yield "int4", within(_weights(model, lambda weight, is_head: _integers(weight, 8 if is_head else 4)))
+    yield "fp8", within(_weights(model, _e4m3, rounds_activations=True))
+    yield "fp8 / weights", within(_weights(model, _e4m3))
+    yield "fp8 / KV cache", within(_kv_cache(model))
+    yield "wrong RoPE scaling", within(_rope(model, lambda frequencies, base: frequencies / 2))
+    for base in _BASES:
+        yield f"wrong RoPE scaling / base {base:,.0f}", within(_rope(model, lambda frequencies, own: base**-own))
+    for part in (2, 4):
+
+        def cut_short(part: int = part) -> np.ndarray:
+            kept = [_Cut(cut.kind, cut.text, cut.ids[-(-cut.count // part) :], cut.count // part) for cut in cuts]
+            return _logits(model, kept)
+
+        yield f"truncated context / 1 of {part}", cut_short
+    if any(cut.kind == CHAT for cut in cuts):
+        for name in ("none", "with a system message", "without its end"):
+            rewritten = [_with_template(tokenizer, cut, name) for cut in cuts]
+            if rewritten != list(cuts):
+                yield f"another template / {name}", lambda rewritten=rewritten: _logits(model, rewritten)
+
+
+def _with_template(tokenizer: PreTrainedTokenizerBase, cut: _Cut, name: str) -> _Cut:
+    if cut.kind != CHAT:
+        return cut
+    if name == "none":
+        ids = tuple(tokenizer(cut.text)["input_ids"])
+        return _Cut(CHAT, cut.text, ids, len(ids))
+    if name == "without its end":
+        return _chat(tokenizer, cut.text, opens=False)
+    try:
+        return _chat(tokenizer, cut.text, "You are a helpful assistant.")
+    except Exception:  # templates raise their own for a role that they do not know
+        return cut
+
+
+def _logits(model: PreTrainedModel, cuts: Sequence[_Cut]) -> np.ndarray:
+    """Return the logits after each question's tokens, [questions, vocab_size] float32."""
+    by_sequence: dict[tuple[int, ...], set[int]] = {}
+    for cut in cuts:
+        by_sequence.setdefault(cut.sequence, set()).add(cut.count)
+    rows = {}
+    for sequence in steps(list(by_sequence), "hypotheses: a model", "texts"):
+        counts = by_sequence[sequence]
+        found, _ = logits_behind(model, sequence[: max(counts)], counts)
+        rows.update({(sequence, count): row for count, row in found.items()})
+    return np.stack([rows[cut.sequence, cut.count] for cut in cuts])
+
+
+@contextlib.contextmanager
+def _weights(
+    model: PreTrainedModel, rounded: Callable[[np.ndarray, bool], np.ndarray], rounds_activations: bool = False
+) -> Iterator[None]:
+    """Run a model with other weights of its linear layers. rounded: of a weight, and whether it is the head's."""
+    head = model.get_output_embeddings()
+    linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    kept = [module.weight for module in linear]
+    hooks = []
+    for module in linear:
+        if rounds_activations and module is not head:
+            hooks.append(module.register_forward_pre_hook(lambda _, inputs: (rounded_rows(inputs[0], ROW),)))
+        weight = torch.from_numpy(rounded(module.weight.detach().numpy(), module is head))
+        module.weight = torch.nn.Parameter(weight, requires_grad=False)
+    yield
+    for module, parameter in zip(linear, kept):
+        module.weight = parameter
+    for hook in hooks:
+        hook.remove()
+
+
+def _integers(weight: np.ndarray, bits: int) -> np.ndarray:
+    size = next((size for size in _GROUP_SIZES if weight.shape[-1] % size == 0), weight.shape[-1])
+    rows = np.ascontiguousarray(weight).reshape(-1, size)
+    scales = groups.scales_of(rows, bits)
+    integers = groups.integers_of(rows, scales, bits).astype(np.float32) - np.float32(1 << bits - 1)
+    return (integers * scales[:, None]).reshape(weight.shape)
+
+
+def _rows_of_int8(weight: np.ndarray) -> np.ndarray:
+    steps = np.abs(weight).max(axis=1, keepdims=True) / _LEVELS
+    return np.rint(weight / np.where(steps > 0, steps, 1)) * steps
+
+
+def _e4m3(weight: np.ndarray, is_head: bool) -> np.ndarray:
+    if is_head:
+        return weight
+    scales = e4m3.row_scales(weight)
+    numbers = e4m3.codes_of(weight, scales).view(e4m3.named_dtype("float8_e4m3fn"))
+    return e4m3.dequantize(numbers, scales)
+
+
+@contextlib.contextmanager
+def _kv_cache(model: PreTrainedModel) -> Iterator[None]:
+    hook = round_kv_cache(model)
+    yield
+    hook.remove()
+
+
+@contextlib.contextmanager
+def _rope(model: PreTrainedModel, changed: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Run a model with other RoPE frequencies. changed: of its own, and of the exponents 0, 2 / d, 4 / d, ..."""
+    modules = [module for module in model.modules() if isinstance(getattr(module, "inv_freq", None), torch.Tensor)]
+    kept = [module.inv_freq for module in modules]
+    for module, own in zip(modules, kept):
+        module.inv_freq = changed(own, torch.arange(len(own)) / len(own))
+    yield
+    for module, own in zip(modules, kept):
+        module.inv_freq = own
+
+
+def _candidates(rows: Sequence[np.ndarray]) -> list[int]:
+    """Return the likeliest tokens of any hypothesis, by their likelihood in the published model, which is first."""
+    chosen = set(np.argsort(rows[0])[-_NUM_CANDIDATES:].tolist())
+    for row in rows[1:]:
+        chosen.update(np.argsort(row)[-_NUM_OTHERS:].tolist())
+    return sorted(chosen, key=lambda token: (-rows[0][token], token))
+
+
+def _table(rows: np.ndarray, candidates: Sequence[Sequence[int]]) -> np.ndarray:
+    table = np.full((len(rows), max(map(len, candidates))), -np.inf, np.float32)
+    for number, (row, tokens) in enumerate(zip(rows.astype(np.float64), candidates)):
+        table[number, : len(tokens)] = row[tokens] - row.max() - np.log(np.exp(row - row.max()).sum())
+    return table
+
+
+def _penalised(row: np.ndarray, ids: Sequence[int]) -> np.ndarray:
+    row = row.copy()
+    seen = np.unique(ids)
+    row[seen] = np.where(row[seen] > 0, row[seen] / _REPETITION_PENALTY, row[seen] * _REPETITION_PENALTY)
+    return row

@@ -1,0 +1,92 @@
+"""The command that judges an endpoint: `lockstep certify URL`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+from lockstep.cli.options import AT_LEAST_1, FILE, JSON, PATH
+from lockstep.cli.terminal import echo_json, working
+from lockstep.errors import CheckError, InputError
+
+
+@click.command()
+@click.argument("url")
+@click.option("--model", required=True, help="The name that the endpoint has for the model.")
+@click.option("--golden", type=PATH, required=True, help="Golden's reference: results/MODEL/reference.")
+@click.option("--checkpoint", type=FILE, help="Its checkpoint.json.  [default: beside the reference's folder]")
+@click.option("--layers", default="all", show_default=True, help="Of which layers, where the reference is a folder.")
+@click.option("--requests", type=AT_LEAST_1, default=300, show_default=True, help="Requests to send at most.")
+@click.option("--rate", type=click.FloatRange(min=0), default=0.0, help="Requests a second at most.  [default: any]")
+@click.option(
+    "--timeout", type=click.FloatRange(min=0.1), default=60.0, show_default=True, help="Seconds of a request."
+)
+@click.option("--key-env", default="OPENAI_API_KEY", show_default=True, help="The variable that holds the key, if set.")
+@click.option("--no-company", is_flag=True, help="Send no requests at once.")
+@click.option("--out", type=FILE, help="Write the certificate.")
+@JSON
+def certify(
+    url: str,
+    model: str,
+    golden: Path,
+    checkpoint: Path | None,
+    layers: str,
+    requests: int,
+    rate: float,
+    timeout: float,
+    key_env: str,
+    no_company: bool,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Tell whether an endpoint of OpenAI's API serves the model that it says.
+
+    URL ends in /v1. Exit code 0: as published; 1: it differs, or so many requests do not tell.
+    """
+    from lockstep.certify.client import Endpoint
+    from lockstep.certify.run import AS_PUBLISHED, line
+    from lockstep.certify.run import certify as judge
+
+    endpoint = Endpoint(url, model, os.environ.get(key_env) or None, timeout, rate)
+    hypotheses = _hypotheses(golden, layers, checkpoint)
+    with working(f"certify {url}"):
+        certificate = judge(endpoint, model, hypotheses, requests, not no_company)
+    if out is not None:
+        certificate.save(out)
+    if as_json:
+        echo_json(certificate.to_json())
+    else:
+        for name, value in sorted(certificate.log_likelihoods.items(), key=lambda item: -item[1]):
+            power = certificate.power.get(name)
+            words = "" if power is None else f"  power {power:.0%}"
+            click.echo(f"{name:<34} log-likelihood {value:10.1f}{words}")
+        for note in certificate.skipped:
+            click.echo(note, err=True)
+    if certificate.verdict != AS_PUBLISHED:
+        raise CheckError(line(certificate))
+    click.echo(line(certificate), err=as_json)
+
+
+def _hypotheses(golden: Path, layers: str, checkpoint: Path | None) -> Path:
+    """Return the path of a reference's hypotheses, which are made where they are of another one or absent."""
+    from lockstep.artifacts.certificate import Hypotheses
+    from lockstep.artifacts.files import sha256_file
+
+    reference = golden / f"{layers}.json" if golden.is_dir() else golden
+    if not reference.is_file():
+        raise InputError(
+            f"{reference}: expected golden's reference, found none; run `lockstep run`, or correct --golden"
+        )
+    model = reference.parent.parent
+    path = model / "hypotheses" / reference.name
+    if path.is_file() and Hypotheses.load(path).reference == sha256_file(reference):
+        return path
+    place = checkpoint or model / "checkpoint.json"
+    if not place.is_file():
+        raise InputError(f"{place}: expected the checkpoint of {reference}, found none; name it by --checkpoint")
+    from lockstep.certify.tables import make_hypotheses
+
+    path.parent.mkdir(exist_ok=True)
+    return make_hypotheses(place, reference, path)

@@ -1,0 +1,51 @@
+"""`lockstep certify` asks real servers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.artifacts.certificate import CHAT, Certificate, Hypotheses
+from lockstep.certify.client import Endpoint
+from lockstep.certify.likelihood import PUBLISHED, members
+from lockstep.certify.run import AS_PUBLISHED, certify, holds, line, read_tables
+from lockstep.errors import InputError
+from real_server import RealServer
+
+pytestmark = pytest.mark.exports
+
+
+def endpoint(server: RealServer, path: str = "/v1", model: str = "demo-llama") -> Endpoint:
+    return Endpoint(f"{server.url}{path}", model, None, 60, 0)
+
+
+def test_a_server_of_the_model_is_as_published(server: RealServer, hypotheses: Path, tmp_path: Path) -> None:
+    certificate = certify(endpoint(server), "demo-llama", hypotheses, 200)
+    assert (certificate.verdict, certificate.best) == (AS_PUBLISHED, PUBLISHED), line(certificate)
+    assert {"int4", "fp8", "truncated context", "another revision or model"} <= {*certificate.excluded}
+    assert certificate.evidence == "log-probabilities of up to 20 tokens"
+    assert certificate.requests <= 200
+    assert holds(certificate.company) == "bits hold"
+    certificate.save(tmp_path / "certificate.json")
+    assert Certificate.load(tmp_path / "certificate.json") == certificate
+
+
+def test_questions_are_prompts_of_golden_and_chats(hypotheses: Path) -> None:
+    document = Hypotheses.load(hypotheses)
+    tables = read_tables(hypotheses, document)
+    assert {question.kind for question in document.questions} == {"completion", CHAT}
+    assert len(tables.values[PUBLISHED]) == len(document.questions)
+    assert {"int8", "int4", "fp8", "another template"} <= {member.hypothesis for member in members(tables)}
+
+
+@pytest.mark.parametrize(
+    ("path", "model", "words"),
+    [
+        ("/v2/none", "demo-llama", "expected an answer, found no such path"),
+        ("/v1", "demo", "expected status 200, found 404"),
+    ],
+)
+def test_a_wrong_name_is_one_line(server: RealServer, hypotheses: Path, path: str, model: str, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        certify(endpoint(server, path, model), model, hypotheses, 10)

@@ -1,0 +1,100 @@
+"""The statistics of `lockstep certify`: drawn answers in, alarms out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lockstep.certify.likelihood import (
+    LIMIT,
+    OTHER,
+    PENALTY,
+    PUBLISHED,
+    SAMPLER,
+    STRANGE,
+    Answers,
+    Tables,
+    alarms,
+    by_hypothesis,
+    log_evidence,
+    log_likelihoods,
+    members,
+    simulated,
+)
+
+QUESTIONS = 120
+CANDIDATES = 40
+
+
+def log_softmax(table: np.ndarray) -> np.ndarray:
+    shifted = table - table.max(axis=1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+
+
+@pytest.fixture(scope="module")
+def tables() -> Tables:
+    """Of a model that was not there: as int8 is off by 0.03, as int4 by 0.5, and fp16 by 0.01."""
+    random = np.random.default_rng(0)
+    published = -np.sort(-log_softmax(2 * random.standard_normal((QUESTIONS, CANDIDATES))), axis=1)
+    values = {PUBLISHED: published}
+    for name, size in {"int8": 0.03, "int4": 0.5, PENALTY: 0.3}.items():
+        values[name] = log_softmax(published + size * random.standard_normal(published.shape))
+    return Tables(values, {"fp16": np.full(QUESTIONS, 0.01), "bf16": np.full(QUESTIONS, 0.08)})
+
+
+def log_ratios(tables: Tables, answers: Answers) -> dict[str, float]:
+    own = members(tables)
+    return by_hypothesis(own, log_likelihoods(own, answers).sum(axis=1))
+
+
+@pytest.mark.parametrize("listed", [0, 1, 5, 20])
+def test_answers_as_published_are_no_alarm(tables: Tables, listed: int) -> None:
+    own = members(tables)
+    random = np.random.default_rng(1)
+    for member in own[: sum(member.hypothesis == PUBLISHED for member in own)]:
+        for _ in range(5):
+            sums = np.cumsum(log_likelihoods(own, simulated(member, listed, random)), axis=1)
+            assert max(log_evidence(by_hypothesis(own, column)) for column in sums[:, ::10].T) < LIMIT
+
+
+@pytest.mark.parametrize("hypothesis", ["int8", "int4", SAMPLER, OTHER])
+@pytest.mark.parametrize("listed", [5, 20])
+def test_each_hypothesis_is_an_alarm_by_its_name(tables: Tables, hypothesis: str, listed: int) -> None:
+    own = members(tables)
+    member = next(member for member in own if member.hypothesis == hypothesis)
+    answers = simulated(member, listed, np.random.default_rng(2))
+    assert np.mean(alarms(own, log_likelihoods(own, answers), 200, 100) > 0) > 0.9
+    ratios = log_ratios(tables, answers)
+    assert log_evidence(ratios) > LIMIT
+    assert max(ratios, key=lambda name: ratios[name]) == hypothesis
+
+
+def test_tokens_alone_tell_what_is_drawn_but_not_int8(tables: Tables) -> None:
+    own = members(tables)
+    random = np.random.default_rng(3)
+    drawn = next(member for member in own if member.temperature)
+    rounded = next(member for member in own if member.hypothesis == "int8")
+    shares = [
+        np.mean(alarms(own, log_likelihoods(own, simulated(member, 0, random)), 200, 50) > 0)
+        for member in (drawn, rounded)
+    ]
+    assert shares[0] == 1
+    assert shares[1] < 0.5
+
+
+def test_a_token_that_nobody_expects_speaks_against_nobody(tables: Tables) -> None:
+    answers = Answers(np.full((QUESTIONS, CANDIDATES), np.nan), np.full(QUESTIONS, STRANGE))
+    assert max(log_ratios(tables, answers).values()) == pytest.approx(QUESTIONS * np.log(1e-4))
+
+
+def test_answers_that_are_left_out_change_nothing(tables: Tables) -> None:
+    answers = simulated(members(tables)[0], 20, np.random.default_rng(4))
+    ratios = log_ratios(tables, answers)
+    half = range(0, QUESTIONS, 2)
+    rest = range(1, QUESTIONS, 2)
+    parts = []
+    for rows in (half, rest):
+        own = members(tables.at(rows))
+        part = Answers(answers.values[list(rows)], answers.chosen[list(rows)])
+        parts.append(log_likelihoods(own, part).sum(axis=1))
+    assert by_hypothesis(members(tables), parts[0] + parts[1]) == pytest.approx(ratios)
