@@ -14,7 +14,7 @@ from lockstep.cli.guarded import SETTINGS, GuardedGroup
 
 COMMANDS = (
     *("export", "models", "decode", "cpu-peers", "adapters", "throughput"),
-    *("speculation", "serving", "grammars", "soak"),
+    *("speculation", "serving", "grammars", "soak", "certify"),
     *("gpu", "batches", "invariance", "speculation-gpu", "ranks", "serving-gpu", "families-gpu"),  # on GPUs
 )
 

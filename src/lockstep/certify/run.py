@@ -21,6 +21,7 @@ from lockstep.artifacts.dtypes import numpy_dtype
 from lockstep.artifacts.files import sha256_file
 from lockstep.certify.client import Endpoint, NoLogprobs, NotServed, Reply, TooLong
 from lockstep.certify.likelihood import (
+    EVERY,
     LIMIT,
     PUBLISHED,
     STRANGE,
@@ -70,6 +71,7 @@ class _Asked:
     tables: Tables
     numbers: list[int] = field(default_factory=list)
     replies: list[Reply] = field(default_factory=list)
+    weighed: int = 0
     sums: Any = 0.0
     evidence: float = -np.inf
     likelihoods: Mapping[str, float] = field(default_factory=dict)
@@ -77,9 +79,17 @@ class _Asked:
     def add(self, number: int, reply: Reply) -> None:
         self.numbers.append(number)
         self.replies.append(reply)
-        own = members(self.tables.at([number]))
-        answers = as_answers([self.questions[number]], [reply], self.tables)
-        self.sums = self.sums + log_likelihoods(own, answers)[:, 0]
+        if len(self.numbers) % EVERY == 0:
+            self.weigh()
+
+    def weigh(self) -> None:
+        """Weigh the replies since the last look."""
+        new = slice(self.weighed, None)
+        self.weighed = len(self.numbers)
+        numbers = self.numbers[new]
+        own = members(self.tables.at(numbers))
+        answers = as_answers([self.questions[number] for number in numbers], self.replies[new], self.tables)
+        self.sums = self.sums + log_likelihoods(own, answers).sum(axis=1)
         self.likelihoods = by_hypothesis(own, self.sums)
         self.evidence = max(self.evidence, log_evidence(self.likelihoods))
 
@@ -163,10 +173,11 @@ class _Session:
             asked.add(number, reply)
             if len(asked.numbers) == _FIRST:
                 powers = self.power(asked, total)
-            if self._is_decided(asked, powers):
+            if asked.weighed == len(asked.numbers) and self._is_decided(asked, powers):
                 break
         if not asked.numbers:
             raise InputError(f"{self.endpoint.url}: expected answers, found none; raise --requests")
+        asked.weigh()
         return asked, powers or self.power(asked, total)
 
     def _is_decided(self, asked: _Asked, powers: Mapping[str, float]) -> bool:
@@ -202,6 +213,8 @@ class _Session:
             for number, reply in zip(numbers, replies):
                 if burst == _BURSTS[-1] and reply is not None and number not in crowded.numbers:
                     crowded.add(number, reply)
+        if crowded.numbers:
+            crowded.weigh()
         return crowded, equal
 
 

@@ -25,7 +25,8 @@ from lockstep.errors import CheckError, InputError
 )
 @click.option("--key-env", default="OPENAI_API_KEY", show_default=True, help="The variable that holds the key, if set.")
 @click.option("--no-company", is_flag=True, help="Send no requests at once.")
-@click.option("--out", type=FILE, help="Write the certificate.")
+@click.option("--out", type=FILE, help="Write the certificate, as JSON.")
+@click.option("--sign-key", type=FILE, help="Sign a statement of it, beside it, with this private key.")
 @JSON
 def certify(
     url: str,
@@ -39,6 +40,7 @@ def certify(
     key_env: str,
     no_company: bool,
     out: Path | None,
+    sign_key: Path | None,
     as_json: bool,
 ) -> None:
     """Tell whether an endpoint of OpenAI's API serves the model that it says.
@@ -49,12 +51,18 @@ def certify(
     from lockstep.certify.run import AS_PUBLISHED, line
     from lockstep.certify.run import certify as judge
 
+    if sign_key is not None and out is None:
+        raise InputError("--sign-key: expected a certificate to sign, found none; name its file by --out")
     endpoint = Endpoint(url, model, os.environ.get(key_env) or None, timeout, rate)
     hypotheses = _hypotheses(golden, layers, checkpoint)
     with working(f"certify {url}"):
         certificate = judge(endpoint, model, hypotheses, requests, not no_company)
     if out is not None:
         certificate.save(out)
+    if out is not None and sign_key is not None:
+        from lockstep.publish.certificates import sign
+
+        sign(out, sign_key)
     if as_json:
         echo_json(certificate.to_json())
     else:

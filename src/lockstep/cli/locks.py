@@ -92,8 +92,16 @@ def verify(
 ) -> None:
     """Check that every artefact is as recorded and locked.
 
-    A MODEL may be a bundle, a file that ends with .tar. Exit code 0 if all are right, else 1.
+    A MODEL may be a bundle, a file that ends with .tar, or a certificate, which ends with .json. Exit code 0 if all are
+    right, else 1.
     """
+    if certificates := [Path(model) for model in models if model.endswith(".json")]:
+        if len(certificates) < len(models) or signature != bool(keys):
+            raise InputError("verify: expected certificates, and keys with --signature, found others; run it for each")
+        from lockstep.publish.certificates import verify as read_certificate
+
+        lines = [read_certificate(path, keys) for path in certificates]
+        return echo_json({"certificates": lines}) if as_json else click.echo("\n".join(lines))
     if bundles := [Path(model) for model in models if model.endswith(BUNDLE_SUFFIX)]:
         if len(bundles) < len(models):
             raise InputError("verify: expected models or bundles, found both; run it for each")
