@@ -12,6 +12,7 @@ from lockstep.artifacts.places import FileEntry
 
 COMPLETION = "completion"
 CHAT = "chat"
+EVERY = 8  # answers between two looks at what they tell
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,10 @@ class Certificate(Document):
     """The verdict on an endpoint, and what it rests on.
 
     verdict: "as published", "differs" or "undecided". best: the likeliest hypothesis. log_likelihoods: natural
-    logarithms, relative to the likeliest. excluded: hypotheses that are at most 1/1,000 as likely as the verdict's.
-    log_evidence: against "as published", the largest at any request. power: {hypothesis: the stated chance that as many
-    requests tell it from the published model}. company: {requests at once: [answers, equal log-probabilities, equal
-    tokens]}. answers: an entry a question: its number, {candidate: log-probability}, the token chosen.
+    logarithms, relative to the likeliest; trace: these after each `EVERY` answers. excluded: hypotheses that are at
+    most 1/2,000 as likely as the best. log_evidence: against "as published", the largest at any look. power:
+    {hypothesis: the stated chance that as many requests tell it from the published model}. company: {requests at once:
+    [answers, equal log-probabilities, equal tokens]}. answers: the number of each question, and what was answered.
     """
 
     FORMAT: ClassVar[str] = formats.CERTIFICATE
@@ -67,6 +68,7 @@ class Certificate(Document):
     verdict: str
     best: str
     log_likelihoods: Mapping[str, float]
+    trace: Mapping[str, tuple[float, ...]]
     excluded: tuple[str, ...]
     log_evidence: float
     power: Mapping[str, float]

@@ -13,8 +13,8 @@ P(c) = softmax(mu / (0.8 s)); or it is drawn, from softmax(mu / temperature). Ei
 "As published" is composite: fp32, fp16 and bf16, each with kernels of more and of less noise. The evidence against it
 is the ratio of the mean likelihood of all other members to the largest of its own, so that its expectation is at most 1
 whichever of its members is true; by Ville's inequality it ever reaches 2,000 with a probability of at most 1/2,000, and
-may be looked at as often as one likes (answers alone and answers in company have half of the false alarms each). That holds
-as far as the densities do: records/certify.md has the measured rate.
+may be looked at as often as one likes (answers alone and in company have half of the false alarms each). That holds as
+far as the densities do: records/certify.md has the measured rate.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from lockstep.artifacts.certificate import EVERY
+
 PUBLISHED = "as published"
 FALSE_ALARMS = 1e-3
 LIMIT = -math.log(FALSE_ALARMS / 2)
-EVERY = 8  # answers between two looks at the evidence
 UNKNOWN = -1  # the token chosen: its text is not told
 STRANGE = -2  # the token chosen: none that any hypothesis expects
 _NU = 4.0

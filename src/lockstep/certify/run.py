@@ -16,12 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.artifacts.certificate import Certificate, Hypotheses, Question
+from lockstep.artifacts.certificate import EVERY, Certificate, Hypotheses, Question
 from lockstep.artifacts.dtypes import numpy_dtype
 from lockstep.artifacts.files import sha256_file
 from lockstep.certify.client import Endpoint, NoLogprobs, NotServed, Reply, TooLong
 from lockstep.certify.likelihood import (
-    EVERY,
     LIMIT,
     PUBLISHED,
     STRANGE,
@@ -75,6 +74,7 @@ class _Asked:
     sums: Any = 0.0
     evidence: float = -np.inf
     likelihoods: Mapping[str, float] = field(default_factory=dict)
+    trace: list[dict[str, float]] = field(default_factory=list)
 
     def add(self, number: int, reply: Reply) -> None:
         self.numbers.append(number)
@@ -91,7 +91,13 @@ class _Asked:
         answers = as_answers([self.questions[number] for number in numbers], self.replies[new], self.tables)
         self.sums = self.sums + log_likelihoods(own, answers).sum(axis=1)
         self.likelihoods = by_hypothesis(own, self.sums)
+        self.trace.append(self.relative())
         self.evidence = max(self.evidence, log_evidence(self.likelihoods))
+
+    def relative(self) -> dict[str, float]:
+        """Return the log-likelihoods relative to the likeliest."""
+        largest = max(self.likelihoods.values())
+        return {name: value - largest for name, value in self.likelihoods.items()}
 
     def excluded(self, than: str = PUBLISHED) -> list[str]:
         return [name for name, value in self.likelihoods.items() if self.likelihoods[than] - value >= LIMIT]
@@ -240,7 +246,6 @@ def certify(endpoint: Endpoint, model: str, hypotheses_json: Path, requests: int
         verdict = AS_PUBLISHED
     else:
         verdict = UNDECIDED
-    largest = max(asked.likelihoods.values())
     answers = [
         {"question": number, "text": reply.text, "logprobs": dict(reply.logprobs)}
         for number, reply in zip(asked.numbers, asked.replies)
@@ -255,7 +260,8 @@ def certify(endpoint: Endpoint, model: str, hypotheses_json: Path, requests: int
         requests=requests - session.left,
         verdict=verdict,
         best=best,
-        log_likelihoods={name: value - largest for name, value in asked.likelihoods.items()},
+        log_likelihoods=asked.relative(),
+        trace={name: tuple(entry[name] for entry in asked.trace) for name in asked.likelihoods},
         excluded=tuple(excluded),
         log_evidence=evidence,
         power=powers,

@@ -26,6 +26,7 @@ from lockstep.errors import CheckError, InputError
 @click.option("--key-env", default="OPENAI_API_KEY", show_default=True, help="The variable that holds the key, if set.")
 @click.option("--no-company", is_flag=True, help="Send no requests at once.")
 @click.option("--out", type=FILE, help="Write the certificate, as JSON.")
+@click.option("--page", type=FILE, help="Write its page, with plots.")
 @click.option("--sign-key", type=FILE, help="Sign a statement of it, beside it, with this private key.")
 @JSON
 def certify(
@@ -40,6 +41,7 @@ def certify(
     key_env: str,
     no_company: bool,
     out: Path | None,
+    page: Path | None,
     sign_key: Path | None,
     as_json: bool,
 ) -> None:
@@ -48,7 +50,7 @@ def certify(
     URL ends in /v1. Exit code 0: as published; 1: it differs, or so many requests do not tell.
     """
     from lockstep.certify.client import Endpoint
-    from lockstep.certify.run import AS_PUBLISHED, line
+    from lockstep.certify.run import AS_PUBLISHED, holds, line
     from lockstep.certify.run import certify as judge
 
     if sign_key is not None and out is None:
@@ -63,6 +65,11 @@ def certify(
         from lockstep.publish.certificates import sign
 
         sign(out, sign_key)
+    if page is not None:
+        from lockstep.artifacts.files import write_bytes
+        from lockstep.report import pages
+
+        write_bytes(page, pages.certificate(page, certificate, holds(certificate.company)))
     if as_json:
         echo_json(certificate.to_json())
     else:

@@ -14,11 +14,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.artifacts.certificate import EVERY, Certificate
 from lockstep.artifacts.engines import EngineFile
 from lockstep.artifacts.statement import statement_path
 from lockstep.artifacts.summary import Summary, SummaryRow
 from lockstep.manifests.manifest_files import failed_path
 from lockstep.report.about import about
+from lockstep.report.charts import Point, bars, curves
 from lockstep.report.checks import CHECKS, COLUMNS, number
 from lockstep.report.details import Details
 from lockstep.report.jobs import JobState
@@ -99,6 +101,19 @@ def target(results: Results, name: Target, row: SummaryRow, details: Details, jo
         size_of=size_of,
         files=[(title, path) for title, path in _files(results, name) if path.is_file()],
     )
+
+
+def certificate(page: Path, document: Certificate, company: str) -> bytes:
+    """Return the page of a certificate, to be written to `page`. company: what holds in it, in words."""
+    charts = []
+    series = {}
+    for name, values in document.trace.items():
+        worse = [Point(EVERY * (look + 1), -value) for look, value in enumerate(values)]
+        series[name] = worse
+    charts.append(curves("how much less likely than the likeliest (nats)", "answers", series))
+    charts.append(bars("power", document.power, ".0%"))
+    title = f"{document.model}: {document.verdict}"
+    return _render("certificate.html", page, title=title, certificate=document, charts=charts, holds=company)
 
 
 def _render(template: str, page: Path, **values: Any) -> bytes:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from lockstep.artifacts.certificate import CHAT, Certificate, Hypotheses
 from lockstep.certify.client import Endpoint
 from lockstep.certify.likelihood import PUBLISHED, members
 from lockstep.certify.run import AS_PUBLISHED, certify, holds, line, read_tables
+from lockstep.cli.main import main
 from lockstep.errors import InputError
+from lockstep.targets import Results
 from real_server import RealServer
 
 pytestmark = pytest.mark.exports
@@ -29,6 +35,32 @@ def test_a_server_of_the_model_is_as_published(server: RealServer, hypotheses: P
     assert holds(certificate.company) == "bits hold"
     certificate.save(tmp_path / "certificate.json")
     assert Certificate.load(tmp_path / "certificate.json") == certificate
+
+
+def test_the_command_writes_a_page_and_a_signed_statement(
+    server: RealServer, references: Results, hypotheses: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "demo-llama"
+    shutil.copytree(references.reference("demo-llama", "all").parent, model / "reference")
+    shutil.copytree(hypotheses.parent, model / "hypotheses")
+    out, page = tmp_path / "certificate.json", tmp_path / "certificate.html"
+    private, public = tmp_path / "signer.key", tmp_path / "signer.pub"
+    make = "openssl", "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", private
+    subprocess.run(make, check=True, capture_output=True)
+    subprocess.run(["openssl", "ec", "-in", private, "-pubout", "-out", public], check=True, capture_output=True)
+    command = ["certify", f"{server.url}/v1", "--model", "demo-llama", "--golden", model / "reference", "--no-company"]
+    result = CliRunner().invoke(
+        main, [*map(str, command), "--out", str(out), "--page", str(page), "--sign-key", str(private)]
+    )
+    assert result.exit_code == 0, result.output
+    assert "demo-llama: as published" in page.read_text()
+    read = ["verify", str(out), "--signature", "--key", str(public)]
+    result = CliRunner().invoke(main, read)
+    assert "as published, signed by key" in result.output
+    out.write_bytes(replace(Certificate.load(out), requests=1).to_bytes())
+    result = CliRunner().invoke(main, read)
+    assert result.exit_code == 1
+    assert "expected the certificate that was signed, found another" in result.output
 
 
 def test_questions_are_prompts_of_golden_and_chats(hypotheses: Path) -> None:
