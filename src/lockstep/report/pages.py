@@ -113,7 +113,7 @@ def certificate(page: Path, document: Certificate, company: str) -> bytes:
     charts.append(curves("how much less likely than the likeliest (nats)", "answers", series))
     charts.append(bars("power", document.power, ".0%"))
     title = f"{document.model}: {document.verdict}"
-    return _render("certificate.html", page, title=title, certificate=document, charts=charts, holds=company)
+    return _render("certificate.html", page, title=title, certificate=document, charts=charts, holds=company, files=[])
 
 
 def _render(template: str, page: Path, **values: Any) -> bytes:
