@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import threading
@@ -43,7 +44,8 @@ class Scripted:
                 if 300 <= status < 400:
                     self.send_header("Location", "http://192.0.2.1/")
                 self.end_headers()
-                self.wfile.write(data)
+                with contextlib.suppress(BrokenPipeError):  # the client has waited long enough
+                    self.wfile.write(data)
 
             def log_message(self, *_: Any) -> None:
                 pass
