@@ -25,7 +25,7 @@ from benchmarks import options
 from benchmarks.decode import prepare
 from benchmarks.measure import THREADS_VARIABLE, deliver, in_turn, read_json, spread, surroundings, thread_count
 from benchmarks.shapes import checkpoint
-from lockstep import Advance, Model, Results
+from lockstep import Advance, Model, ModelOptions, Results
 
 OPTIONS = (
     options.Option("--shape", "A shape, which gets random weights.", "llama-1024x8"), options.BATCHES,
@@ -135,11 +135,13 @@ def _open(paths: dict[str, Path], batch: int, threads: int | None) -> Model:
         paths["engines"],
         paths["assembly"],
         paths["weights"],
-        max_batch_size=batch,
-        max_seq_len=_PROMPT + _STEPS,
-        max_num_tokens=_PROMPT * batch,
-        threads=thread_count(threads),
-        adapters_json=paths.get("adapters"),
+        options=ModelOptions(
+            max_batch_size=batch,
+            max_seq_len=_PROMPT + _STEPS,
+            max_num_tokens=_PROMPT * batch,
+            threads=thread_count(threads),
+            adapters_json=paths.get("adapters"),
+        ),
     )
 
 

@@ -18,7 +18,7 @@ import lockstep
 from benchmarks import options
 from benchmarks.measure import deliver, in_turn, ratios, spread, surroundings, thread_count
 from benchmarks.shapes import checkpoint
-from lockstep import Advance, CheckError, Model, Results
+from lockstep import Advance, CheckError, Model, ModelOptions, Results
 
 OPTIONS = (
     options.MODELS, options.BATCHES, options.CONTEXT, options.STEPS, options.choice("--precision", "fp32", "fp16"),
@@ -136,9 +136,7 @@ def decoding(paths, batch: int, capacity: int, threads: int) -> Callable:
         paths["assembly"],
         paths["weights"],
         "all",
-        max_batch_size=batch,
-        max_seq_len=capacity,
-        threads=threads,
+        ModelOptions(max_batch_size=batch, max_seq_len=capacity, threads=threads),
     )
 
     def start(prompt: np.ndarray):

@@ -30,7 +30,7 @@ from benchmarks import cold, options
 from benchmarks.measure import read_json, recorder, spread, write_json
 from benchmarks.shapes import config_of
 from benchmarks.step_timing import breakdown, breakdown_prefill
-from lockstep import Advance, Assembly, CheckError, InputError, Model
+from lockstep import Advance, Assembly, CheckError, InputError, Model, ModelOptions
 from lockstep.artifacts import formats
 from lockstep.artifacts.assembly import BoundBlock
 from lockstep.artifacts.dtypes import DTYPE_BITS, graph_dtype, named_dtype
@@ -213,7 +213,7 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
 
 def ready(engines: Path, assembly: Path, weights: Path, layers: int | str = "all") -> Model:
     """Return a model whose weights are on the device."""
-    model = Model.open(engines, assembly, weights, layers, **LIMITS)
+    model = Model.open(engines, assembly, weights, layers, ModelOptions(**LIMITS))
     model.executor.runner.wait_for_weights()
     return model
 

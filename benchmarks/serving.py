@@ -33,7 +33,7 @@ from benchmarks import cold, options
 from benchmarks.load import load
 from benchmarks.measure import deliver, spread, surroundings
 from benchmarks.shapes import checkpoint
-from lockstep import Assembly, Engine, InputError, Model, Request
+from lockstep import Assembly, Engine, InputError, Model, ModelOptions, Request
 
 OPTIONS = (
     options.MODELS, options.number("--streams", 4, "Requests at a time."),
@@ -178,8 +178,12 @@ def _json(place: Place) -> dict[str, Any]:
 def bare(place: Mapping[str, Any], streams: int, rounds: int) -> list[float]:
     """Measure new tokens a second of `streams` requests at once through the engine. Returns one number a round."""
     limits = {name: place["limits"][name] for name in ("max_batch_size", "max_seq_len", "max_num_tokens")}
-    opened = Model.open(Path(place["engines"]), Path(place["assembly"]), Path(place["weights"]), **limits,
-                        threads=place["threads"], kv_bytes=place["kv_bytes"])  # fmt: skip
+    opened = Model.open(
+        Path(place["engines"]),
+        Path(place["assembly"]),
+        Path(place["weights"]),
+        options=ModelOptions(**limits, threads=place["threads"], kv_bytes=place["kv_bytes"]),
+    )
     opened.warm_up()
     speeds = []
     for number in range(rounds + 1):

@@ -22,7 +22,7 @@ from benchmarks import options
 from benchmarks.decode import prepare
 from benchmarks.measure import deliver, in_turn, ratios, read_json, spread, surroundings
 from benchmarks.shapes import checkpoint
-from lockstep import Advance, Assembly, Engine, Model, Request, Results, Sampling
+from lockstep import Advance, Assembly, Engine, Model, ModelOptions, Request, Results, Sampling
 from lockstep.runtime.scheduler import Scheduled, Scheduler, SchedulerOptions
 from lockstep.step.pages import PagePool, PageTables
 
@@ -86,7 +86,9 @@ def run(
             length = max(prefix + 2 * _TAIL, 4 * (mean_prompt + mean_new))
             length = length if allowed is None else min(length, allowed)
             limits = {"max_batch_size": batch, "max_seq_len": length}
-            opened = Model.open(paths["engines"], paths["assembly"], paths["weights"], threads=threads, **limits)
+            opened = Model.open(
+                paths["engines"], paths["assembly"], paths["weights"], options=ModelOptions(threads=threads, **limits)
+            )
             measured[folder.name] = measure(opened, requests, mean_prompt, mean_new, prefix, rounds)
     measured_scheduler = {str(rows): scheduler_microseconds(rows) for rows in (16, 64, 256)}
     return {

@@ -24,7 +24,7 @@ from tests.whole_workflow import LIMITS, failures
 import lockstep
 from benchmarks.models import BROKEN, NO_MODEL, OWN_ERRORS, REFUSED, WORKS, WRONG
 from benchmarks.published import FAMILIES, Published
-from lockstep import Advance, Assembly, CheckError, InputError, Model, Results
+from lockstep import Advance, Assembly, CheckError, InputError, Model, ModelOptions, Results
 from lockstep.artifacts.document import ValidationError
 from lockstep.config.packing import KEY as PACKING_KEY
 from lockstep.config.packing import packing_of
@@ -119,9 +119,11 @@ def _errors_on_gpu(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     in_dtype, _ = _expected(reference.to(device, dtype), sequences, prompts)
     model = Model.open(
-        engines, results.assembly(_NAME, precision), results.weights(_NAME, precision),
-        max_batch_size=_GPU_LIMITS["max_batch_size"], max_seq_len=positions,
-    )  # fmt: skip
+        engines,
+        results.assembly(_NAME, precision),
+        results.weights(_NAME, precision),
+        options=ModelOptions(max_batch_size=_GPU_LIMITS["max_batch_size"], max_seq_len=positions),
+    )
     in_company = _logits_of_engines(model, sequences, prompts)
     requests = enumerate(zip(sequences, prompts))
     alone = np.stack([_alone(model, slot, ids, length) for slot, (ids, length) in requests], axis=1)
@@ -312,9 +314,11 @@ def _run(results: Results, precision: str, sequences: Sequence[np.ndarray], prom
     engines = results.engines(_NAME, precision, "onnxruntime")
     lockstep.build_engines(results.assembly(_NAME, precision), "onnxruntime", engines)
     model = Model.open(
-        engines, results.assembly(_NAME, precision), results.weights(_NAME, precision),
-        max_batch_size=len(prompts) + 1, max_seq_len=prompts[-1] + _DECODE_STEPS,
-    )  # fmt: skip
+        engines,
+        results.assembly(_NAME, precision),
+        results.weights(_NAME, precision),
+        options=ModelOptions(max_batch_size=len(prompts) + 1, max_seq_len=prompts[-1] + _DECODE_STEPS),
+    )
     return _logits_of_engines(model, sequences, prompts)
 
 

@@ -25,7 +25,6 @@ import sys
 import tarfile
 import traceback
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from lockstep.artifacts.files import DIGEST_KEY, sha256_json
 from lockstep.bundle.archive import MANIFEST, header
 from lockstep.bundle.opened import opened
 from lockstep.errors import LockstepError
-from lockstep.runtime import command
+from lockstep.runtime import Sampling, command
 
 # Documents that the assembly names, by its key for them.
 TEXTS = {"graphs/tokenizer.json": "tokenizer", "graphs/chat_template.json": "chat_template"}
@@ -169,10 +168,8 @@ def run(path: Path, weights: Path | None) -> str:
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.redirect_stderr(io.StringIO()), opened(path, weights) as place:
         ChatTemplate.open(place.assembly)
-        command.generate(
-            str(place.assembly), str(place.weights), str(place.engines), place.target.layers, asdict(place.limits),
-            PROMPT, 1, {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0}, [],
-        )  # fmt: skip
+        files = place.engines, place.assembly, place.weights, place.target.layers
+        command.generate(command.Job(*files, place.limits, 1, Sampling()), PROMPT)
     return text.getvalue()
 
 

@@ -28,6 +28,7 @@ _API = {
     "Limits": ("targets", "Limits"),
     "Model": ("runtime", "Model"),
     "ModelDrafter": ("runtime", "ModelDrafter"),
+    "ModelOptions": ("runtime", "ModelOptions"),
     "NgramDrafter": ("runtime", "NgramDrafter"),
     "Request": ("runtime", "Request"),
     "Results": ("targets", "Results"),

@@ -24,7 +24,7 @@ from lockstep import processes
 from lockstep.errors import CheckError, InputError, LockstepError
 from lockstep.runtime.engine import Engine
 from lockstep.runtime.grammar.compiler import Compiler
-from lockstep.runtime.model import Model
+from lockstep.runtime.model import Model, ModelOptions
 from lockstep.runtime.prefix import root_key
 from lockstep.runtime.request import PreparedRequest, Request
 from lockstep.runtime.speculative import Speculative, open_speculation
@@ -82,13 +82,15 @@ def _open(options: EngineOptions, deliver: Callable[[ReadAdapter], None]) -> tup
         Path(options.assembly),
         Path(options.weights),
         options.layers,
-        max_batch_size=limits["max_batch_size"],
-        max_seq_len=limits["max_seq_len"],
-        max_num_tokens=limits["max_num_tokens"],
-        threads=options.threads,
-        kv_bytes=options.kv_bytes,
-        chunk_size=options.chunk_size,
-        adapters_json=options.adapters,
+        ModelOptions(
+            max_batch_size=limits["max_batch_size"],
+            max_seq_len=limits["max_seq_len"],
+            max_num_tokens=limits["max_num_tokens"],
+            threads=options.threads,
+            kv_bytes=options.kv_bytes,
+            chunk_size=options.chunk_size,
+            adapters_json=options.adapters,
+        ),
     )
     loader = AdapterLoader(model.adapters, options.checkpoint, deliver) if model.adapters else None
     lost = _reload_adapters(loader, options)

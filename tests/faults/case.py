@@ -25,7 +25,7 @@ from faults.edit import Edit
 from faults.fault import ASSEMBLY, RUNTIME
 from faults.models import MODELS, right
 from faults.table import FAULTS
-from lockstep import CheckError, InputError, Limits, Model, Target, Tolerances, build_engines
+from lockstep import CheckError, InputError, Limits, Model, ModelOptions, Target, Tolerances, build_engines
 from lockstep.artifacts import formats
 from lockstep.artifacts.files import read_json, sha256_file, write_bytes, write_json
 from lockstep.backends import get_backend
@@ -157,7 +157,9 @@ class Case:
         if self.model.adapters:
             sizes["adapters_json"] = self.results.adapters(self.name)
             scenarios = harm.ADAPTED if scenarios is None else scenarios
-        return harm.run(Model.open(engines, assembly, self._weights, self.model.layers, **sizes), scenarios)
+        return harm.run(
+            Model.open(engines, assembly, self._weights, self.model.layers, ModelOptions(**sizes)), scenarios
+        )
 
     @contextlib.contextmanager
     def cleared(self) -> Iterator[None]:

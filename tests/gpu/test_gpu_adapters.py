@@ -10,7 +10,7 @@ from test_gpu_run import FORMS
 
 from lockstep import backends
 from lockstep.artifacts.files import read_json
-from lockstep.runtime import Advance, Decoding, Model, Request, Tokenizer
+from lockstep.runtime import Advance, Decoding, Model, ModelOptions, Request, Tokenizer
 from lockstep.targets import Limits
 from lockstep.tolerances import Tolerances
 from lockstep.verify import compare
@@ -34,7 +34,10 @@ def models(backend, precision, options, demo_with_adapters, tmp_path_factory):
     built = backends.build(assembly, backend, folder / backend / "engines.json", {**LIMITS, **options})
     weights = demo_with_adapters.weights("demo-llama", precision)
     adapters = demo_with_adapters.adapters("demo-llama")
-    pair = (Model.open(item, assembly, weights, adapters_json=adapters, **LIMITS) for item in (reference, built))
+    pair = (
+        Model.open(item, assembly, weights, options=ModelOptions(**LIMITS, adapters_json=adapters))
+        for item in (reference, built)
+    )
     return *pair, precision, built, assembly, weights
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lockstep import backends
-from lockstep.runtime import Advance, Engine, Model, Request, scheduler
+from lockstep.runtime import Advance, Engine, Model, ModelOptions, Request, scheduler
 
 NAME = "tiny"
 LIMITS = {"max_batch_size": 4, "max_num_tokens": 64, "max_seq_len": 128}
@@ -62,7 +62,9 @@ def test_logits_are_those_of_onnx_runtime_and_of_each_request_alone(
     on_cpu = "fp32" if precision == "fp32" else "fp16"  # which has no bf16
     of_host = family_results(family, on_cpu).assembly(NAME, on_cpu)
     on_host = backends.build(of_host, "onnxruntime", tmp_path / "onnxruntime" / "engines.json")
-    host = Model.open(on_host, of_host, family_results(family, on_cpu).weights(NAME, on_cpu), max_seq_len=128)
+    host = Model.open(
+        on_host, of_host, family_results(family, on_cpu).weights(NAME, on_cpu), options=ModelOptions(max_seq_len=128)
+    )
 
     # The same tokens to both, for a token that is nearly as likely as another would part them.
     tokens = [ids(100, seed) for seed in range(3)]
@@ -85,7 +87,7 @@ def test_logits_are_those_of_onnx_runtime_and_of_each_request_alone(
     roomy = Model.open(engines, assembly, weights)
     budget = 40  # of both: chunks end at places that follow from it, and cuDNN's bits from those
     alone = [run(Engine(roomy, max_num_tokens=budget), request) for request in requests]
-    tight = Model.open(engines, assembly, weights, kv_bytes=5 * roomy.tables.pool.page_nbytes)
+    tight = Model.open(engines, assembly, weights, options=ModelOptions(kv_bytes=5 * roomy.tables.pool.page_nbytes))
     engine = Engine(tight, max_num_tokens=budget, admission="optimistic")
     together = run(engine, *requests)
     assert engine.scheduler.num_swaps

@@ -10,7 +10,7 @@ import pytest
 
 from lockstep import backends
 from lockstep.artifacts.assembly import Assembly
-from lockstep.runtime import Advance, Engine, Model, Request
+from lockstep.runtime import Advance, Engine, Model, ModelOptions, Request
 
 LIMITS = {"max_batch_size": 6, "max_num_tokens": 256, "max_seq_len": 256}
 # Logits reach 20. Cuts: fp16 sums in another order, and now and then a number that becomes another code; 8 bits of
@@ -27,7 +27,9 @@ def test_logits_of_an_fp8_cache(demo, tmp_path, backend):
     assembly = tmp_path / "graphs" / assembly_path.name
     replace(Assembly.load(assembly_path), kv_cache_dtype="fp8").save(assembly)
     engines = backends.build(assembly_path, backend, tmp_path / "engines" / "engines.json", LIMITS)
-    plain, model = (Model.open(engines, path, tensors, **LIMITS) for path in (assembly_path, assembly))
+    plain, model = (
+        Model.open(engines, path, tensors, options=ModelOptions(**LIMITS)) for path in (assembly_path, assembly)
+    )
     tokens = np.random.default_rng(0).integers(0, 768, 150)
     total = 150
 

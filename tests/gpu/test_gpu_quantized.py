@@ -16,7 +16,7 @@ from lockstep import backends
 from lockstep.artifacts.assembly import Assembly
 from lockstep.onnx_tools.products import Product
 from lockstep.onnx_tools.signature import ACTIVATIONS
-from lockstep.runtime import Advance, Model
+from lockstep.runtime import Advance, Model, ModelOptions
 from lockstep.targets import Limits
 from lockstep.tolerances import Tolerances
 from lockstep.verify import compare
@@ -135,7 +135,10 @@ def test_logits_are_those_of_onnx_runtime(quantized_demo, tmp_path, backend, pre
     reference = backends.build(assembly, "onnxruntime", tmp_path / "onnxruntime" / "engines.json")
     run = with_bfloat16(assembly, tmp_path / "graphs") if activations else assembly
     built = backends.build(run, backend, tmp_path / backend / "engines.json", LIMITS)
-    pair = [Model.open(reference, assembly, tensors, **LIMITS), Model.open(built, run, tensors, **LIMITS)]
+    pair = [
+        Model.open(reference, assembly, tensors, options=ModelOptions(**LIMITS)),
+        Model.open(built, run, tensors, options=ModelOptions(**LIMITS)),
+    ]
     allowed = TOLERANCE[precision] * (8 if activations and precision != "w8a8-fp8" else 1)
     random = np.random.default_rng(0)
 

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.step_timing import breakdown, breakdown_prefill
 
 from lockstep import backends
-from lockstep.runtime import Advance, Engine, Model, Request, Sampling, Tokenizer
+from lockstep.runtime import Advance, Engine, Model, ModelOptions, Request, Sampling, Tokenizer
 from lockstep.runtime.drafts import Speculation
 from lockstep.runtime.speculative import Speculative, open_speculation
 from lockstep.verify.golden.drafted import RecordedDrafter
@@ -91,7 +91,7 @@ def test_drafts_change_no_bit(demo, demo_bf16, tmp_path, backend, precision):
     assembly = results.assembly("demo-llama", precision)
     weights = results.weights("demo-llama", precision)
     engines = backends.build(assembly, backend, tmp_path / "engines.json")
-    model = Model.open(engines, assembly, weights, 2, max_seq_len=160)
+    model = Model.open(engines, assembly, weights, 2, ModelOptions(max_seq_len=160))
     random = np.random.default_rng(1)
     prompts = [np.resize(random.integers(0, model.vocab_size, 9), length) for length in (50, 21, 64, 9, 33)]
     samplings = Sampling(), Sampling(0.8, seed=5), Sampling(0.8, seed=6, presence_penalty=0.3, logprobs=2)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from lockstep.runtime import Model
+from lockstep.runtime import Model, ModelOptions
 
 CHUNK = 64
 
@@ -13,7 +13,9 @@ def open_model(demo, precision="fp32", **options):
         demo.assembly("demo-llama", precision),
         demo.weights("demo-llama", precision),
     )
-    return Model.open(*paths, **({"max_batch_size": 4, "max_seq_len": 256, "chunk_size": CHUNK} | options))
+    return Model.open(
+        *paths, options=ModelOptions(**{"max_batch_size": 4, "max_seq_len": 256, "chunk_size": CHUNK} | options)
+    )
 
 
 def ids(length, seed=0):

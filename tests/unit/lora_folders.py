@@ -18,7 +18,7 @@ from lockstep.artifacts.quantized import module_of
 from lockstep.backends import build
 from lockstep.config import load
 from lockstep.export.lora import with_adapters
-from lockstep.runtime import Decoding, Model, Request
+from lockstep.runtime import Decoding, Model, ModelOptions, Request
 from lockstep.runtime.binding import adapted_modules
 from lockstep.targets import Results
 from lockstep.weights.check_adapters import resolve_adapters
@@ -100,7 +100,7 @@ def shared_lora(demo: Results, shared: Shared) -> Results:
 def opened(results: Results, precision: str = "fp32", **options: Any) -> Model:
     paths = (results.engines("demo-llama", precision, "onnxruntime"), results.assembly("demo-llama", precision))
     all_options = {"adapters_json": results.adapters("demo-llama"), "max_batch_size": 4, **options}
-    return Model.open(*paths, results.weights("demo-llama", precision), **all_options)
+    return Model.open(*paths, results.weights("demo-llama", precision), options=ModelOptions(**all_options))
 
 
 def logits_of(model: Model, requests: list[tuple[Any, str | None]], count: int = 5) -> list[np.ndarray]:

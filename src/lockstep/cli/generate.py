@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +63,7 @@ def generate(
     With --input and --output, a file of prompts is completed, as many at a time as the engines take; run again, it
     resumes. A record: {"prompt": TEXT, "max_tokens": 64, "temperature": 0.8, "seed": 1, ...}.
     """
-    from lockstep.runtime import command
+    from lockstep.runtime import Sampling, command
 
     if (prompt is None) == (source is None) or (source is None) != (out is None):
         named = {"--prompt": prompt, "--input": source, "--output": out}
@@ -74,23 +72,22 @@ def generate(
     if as_json and prompt is None:
         raise InputError("generate: expected --json with --prompt, found it with --input; its --output is JSON already")
     with runnable(target, weights, results) as place:
-        run: Callable[..., object] = command.generate
-        request: dict[str, Any] = {"prompt": prompt, "as_json": as_json}
-        if source is not None:
-            run = command.generate_file
-            request = {"source": str(source), "out": str(out)}
-        run(
-            assembly=str(place.assembly),
-            weights=str(place.weights),
-            engines=str(place.engines),
-            layers=place.target.layers,
-            limits=asdict(place.limits),
-            **request,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            stop=list(stop),
-            threads=threads,
-            adapters=str(place.adapters) if place.adapters else None,
-            adapter=adapter,
-            speculative=speculative(drafts, results),
+        job = command.Job(
+            place.engines,
+            place.assembly,
+            place.weights,
+            place.target.layers,
+            place.limits,
+            max_new_tokens,
+            Sampling(**sampling),
+            stop,
+            threads,
+            place.adapters,
+            adapter,
+            speculative(drafts, results),
         )
+        if prompt is not None:
+            command.generate(job, prompt, as_json)
+        else:
+            assert source is not None and out is not None
+            command.generate_file(job, source, out)

@@ -9,7 +9,7 @@ from lockstep.runtime.draft_model import ModelDrafter
 from lockstep.runtime.drafts import NgramDrafter, Speculation
 from lockstep.runtime.engine import Engine
 from lockstep.runtime.generate import Generation, TextDelta, generate
-from lockstep.runtime.model import Model
+from lockstep.runtime.model import Model, ModelOptions
 from lockstep.runtime.request import Request, Speed, Token
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.step.advance import Advance
@@ -25,6 +25,7 @@ __all__ = [
     "Generation",
     "Model",
     "ModelDrafter",
+    "ModelOptions",
     "NgramDrafter",
     "Request",
     "Sampler",

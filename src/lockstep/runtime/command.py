@@ -3,54 +3,74 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.artifacts.files import dump_json
 from lockstep.errors import CheckError
+from lockstep.runtime import batch_file
+from lockstep.runtime.drafts import Speculation
+from lockstep.runtime.generate import generate as start
+from lockstep.runtime.model import Model, ModelOptions
+from lockstep.runtime.request import Speed
+from lockstep.runtime.speculative import Speculative, open_speculation
+from lockstep.runtime.tokenizer import Tokenizer
+from lockstep.step.sampling import Sampling
 from lockstep.targets import Limits
 
-if TYPE_CHECKING:
-    from lockstep.runtime import Model
-    from lockstep.runtime.drafts import Speculation
+
+@dataclass(frozen=True)
+class Job:
+    """The engine set that answers, and how.
+
+    adapters: the manifest of the model's adapters; adapter: the name of one. speculative: fields of `Speculative`.
+    """
+
+    engines: Path
+    assembly: Path
+    weights: Path
+    layers: int | str
+    limits: Limits
+    max_new_tokens: int
+    sampling: Sampling
+    stop: Sequence[str] = ()
+    threads: int | None = None
+    adapters: Path | None = None
+    adapter: str | None = None
+    speculative: Mapping[str, Any] | None = None
+
+    def open(self, max_batch_size: int) -> tuple[Model, Tokenizer, Speculation | None]:
+        options = ModelOptions(
+            max_batch_size,
+            self.limits.max_seq_len,
+            self.limits.max_num_tokens,
+            self.threads,
+            adapters_json=self.adapters,
+        )
+        model = Model.open(self.engines, self.assembly, self.weights, self.layers, options)
+        speculation = None
+        if self.speculative:
+            speculation = open_speculation(model, Speculative(**self.speculative), self.threads)
+        return model, Tokenizer.open(self.assembly), speculation
 
 
-def generate(
-    assembly: str,
-    weights: str,
-    engines: str,
-    layers: int | str,
-    limits: Mapping[str, int],
-    prompt: str,
-    max_new_tokens: int,
-    sampling: Mapping[str, Any],
-    stop: list[str],
-    threads: int | None = None,
-    adapters: str | None = None,
-    adapter: str | None = None,
-    as_json: bool = False,
-    speculative: Mapping[str, Any] | None = None,
-) -> None:
+def generate(job: Job, prompt: str, as_json: bool = False) -> None:
     """Print the text as it is made; then the speed, on stderr.
 
     as_json: one document at the end, with both.
     """
-    from lockstep.runtime import Sampling, Tokenizer
-    from lockstep.runtime import generate as start
-
-    sizes = Limits(**limits)
-    model = _open(assembly, weights, engines, layers, sizes, 1, threads, adapters)
-    speculation = _speculation(model, speculative, threads)
+    model, tokenizer, speculation = job.open(1)
     generation = start(
         model,
-        Tokenizer.open(Path(assembly)),
+        tokenizer,
         [prompt],
-        max_new_tokens,
-        Sampling(**sampling),
-        stop,
-        sizes.max_input_len,
-        adapter=adapter,
+        job.max_new_tokens,
+        job.sampling,
+        job.stop,
+        job.limits.max_input_len,
+        adapter=job.adapter,
         speculation=speculation,
     )
     for piece in generation:
@@ -80,43 +100,21 @@ def generate(
         _say_failure(speculation)
 
 
-def generate_file(
-    assembly: str,
-    weights: str,
-    engines: str,
-    layers: int | str,
-    limits: Mapping[str, int],
-    source: str,
-    out: str,
-    max_new_tokens: int,
-    sampling: Mapping[str, Any],
-    stop: list[str],
-    threads: int | None = None,
-    adapters: str | None = None,
-    adapter: str | None = None,
-    speculative: Mapping[str, Any] | None = None,
-) -> None:
+def generate_file(job: Job, source: Path, out: Path) -> None:
     """Complete a file of prompts; on a terminal say how far it is.
 
     Raises CheckError, when all lines are through, for lines that failed.
     """
-    from lockstep.runtime import Sampling, Tokenizer
-    from lockstep.runtime.batch_file import Defaults, Done
-    from lockstep.runtime.batch_file import generate_file as run
-    from lockstep.runtime.request import Speed
 
-    def say(done: Done, speed: Speed) -> None:
+    def say(done: batch_file.Done, speed: Speed) -> None:
         if sys.stderr.isatty():
             rate = f"{speed.decode_tokens_per_second:.0f} tokens/s"
             print(f"\r{done.lines} requests done, {speed.decode_tokens} tokens, {rate} ", end="", file=sys.stderr)
 
-    sizes = Limits(**limits)
-    model = _open(assembly, weights, engines, layers, sizes, sizes.max_batch_size, threads, adapters)
-    model.check_adapter(adapter)
-    defaults = Defaults(max_new_tokens, Sampling(**sampling), tuple(stop), adapter)
-    tokenizer = Tokenizer.open(Path(assembly))
-    speculation = _speculation(model, speculative, threads)
-    done = run(model, tokenizer, Path(source), Path(out), defaults, sizes.max_input_len, say, speculation)
+    model, tokenizer, speculation = job.open(job.limits.max_batch_size)
+    model.check_adapter(job.adapter)
+    defaults = batch_file.Defaults(job.max_new_tokens, job.sampling, tuple(job.stop), job.adapter)
+    done = batch_file.generate_file(model, tokenizer, source, out, defaults, job.limits.max_input_len, say, speculation)
     _say_failure(speculation)
     requests = f"{done.lines} request{'s' * (done.lines != 1)}"
     if sys.stderr.isatty():
@@ -127,37 +125,6 @@ def generate_file(
         raise CheckError(f"{done.first_error} ({which}see {out})")
 
 
-def _speculation(model: Model, speculative: Mapping[str, Any] | None, threads: int | None) -> Speculation | None:
-    from lockstep.runtime.speculative import Speculative, open_speculation
-
-    return open_speculation(model, Speculative(**speculative), threads) if speculative else None
-
-
 def _say_failure(speculation: Speculation | None) -> None:
     if speculation and speculation.failure:
         print(f"lockstep: warning: {speculation.failure}", file=sys.stderr)
-
-
-def _open(
-    assembly: str,
-    weights: str,
-    engines: str,
-    layers: int | str,
-    sizes: Limits,
-    max_batch_size: int,
-    threads: int | None,
-    adapters: str | None,
-) -> Model:
-    from lockstep.runtime import Model
-
-    return Model.open(
-        Path(engines),
-        Path(assembly),
-        Path(weights),
-        layers,
-        max_batch_size=max_batch_size,
-        max_seq_len=sizes.max_seq_len,
-        max_num_tokens=sizes.max_num_tokens,
-        threads=threads,
-        adapters_json=adapters,
-    )

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -35,6 +35,30 @@ _Result = TypeVar("_Result")
 # small chunks fill steps better, and more of a prefix can be reused.
 CHUNK_SIZE = 256
 SMALL_CHUNK_SIZE = PAGE_SIZE
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """How a model is opened.
+
+    max_batch_size, max_seq_len, max_num_tokens: default to the limits that the engines were built for; engines without
+    limits take 4 requests of 256 tokens, and any number of tokens in a step. threads: of the CPU. low_memory: read the
+    weights from memory-mapped files in each step instead of repacking a copy: slower. kv_bytes: memory for the KV
+    cache, or below 1 the fraction of free memory; by default, on a CPU, a quarter of the container's or machine's
+    memory. chunk_size: long prompts are computed in chunks that end at its multiples; by default 256 on a CPU, else 64.
+    adapters_json: the manifest of the model's adapters. cut_of: an open model; if it has the same engines and weights,
+    its bound layers are reused.
+    """
+
+    max_batch_size: int | None = None
+    max_seq_len: int | None = None
+    max_num_tokens: int | None = None
+    threads: int | None = None
+    low_memory: bool = False
+    kv_bytes: float | None = None
+    chunk_size: int | None = None
+    adapters_json: str | os.PathLike | None = None
+    cut_of: Model | None = None
 
 
 class Model:
@@ -71,44 +95,24 @@ class Model:
         assembly_json: str | os.PathLike,
         weights_json: str | os.PathLike,
         layers: int | str = "all",
-        max_batch_size: int | None = None,
-        max_seq_len: int | None = None,
-        max_num_tokens: int | None = None,
-        threads: int | None = None,
-        low_memory: bool = False,
-        kv_bytes: float | None = None,
-        chunk_size: int | None = None,
-        adapters_json: str | os.PathLike | None = None,
-        cut_of: Model | None = None,
+        options: ModelOptions = ModelOptions(),
     ) -> Model:
         """Open engines, weights and KV cache for the first `layers` layers.
 
-        Args:
-            max_batch_size, max_seq_len, max_num_tokens: default to the limits that the engines were built for; engines
-                without limits take 4 requests of 256 tokens, and any number of tokens in a step.
-            low_memory: read the weights from memory-mapped files in each step instead of repacking a copy: slower.
-            kv_bytes: memory for the KV cache, or below 1 the fraction of free memory; by default, on a CPU, a quarter
-                of the container's or machine's memory.
-            chunk_size: long prompts are computed in chunks that end at its multiples; by default 256 on a CPU, else 64.
-            adapters_json: the manifest of the model's adapters.
-            cut_of: an open model; if it has the same engines and weights, its bound layers are reused.
-
-        Raises:
-            InputError: limits or a layer count that the model does not allow.
-            CheckError: engines that do not fit this machine.
+        Raises InputError for limits or a layer count that the model does not allow, and CheckError for engines that do
+        not fit this machine.
         """
         engines = EngineSet.open(engines_json, assembly_json)
-        rows, length, tokens = _limits(
-            engines,
-            assembly_json,
-            {"max_batch_size": max_batch_size, "max_seq_len": max_seq_len, "max_num_tokens": max_num_tokens},
-        )
+        rows, length, tokens = _limits(engines, assembly_json, options)
         # A digest of the tensors, which does not depend on where the files are.
         weights = content(Path(weights_json))
         shared = None
+        cut_of = options.cut_of
         if cut_of is not None and (cut_of.engines.digest(), cut_of.weights_sha256) == (engines.digest(), weights):
             shared = cut_of.executor.network if isinstance(cut_of.executor, HostExecutor) else None
-        network = open_network(engines, weights_json, layers, threads, low_memory, shared)
+        network = open_network(engines, weights_json, layers, options.threads, options.low_memory, shared)
+        chunk_size = options.chunk_size
+        kv_bytes = options.kv_bytes
         if chunk_size is None:
             preferred = CHUNK_SIZE if engines.backend.on_host else SMALL_CHUNK_SIZE
             chunk_size = fitting_chunk_size(preferred, rows, tokens)
@@ -119,7 +123,7 @@ class Model:
         executor = engines.backend.executor(network, rows, length, tokens, kv_bytes) or HostExecutor(
             network, rows, length, chunk_size, host_bytes(kv_bytes), engines.backend.decode_layers(network)
         )
-        adapters = Adapters.open(adapters_json, engines.assembly, network, executor)
+        adapters = Adapters.open(options.adapters_json, engines.assembly, network, executor)
         count = layer_count(engines.assembly, layers)
         return cls(executor, tokens, engines, count, chunk_size, weights, assembly_json, adapters)
 
@@ -391,18 +395,17 @@ def host_bytes(kv_bytes: float | None) -> int:
     return int(kv_bytes)
 
 
-def _limits(
-    engines: EngineSet, assembly_json: str | os.PathLike, requested: Mapping[str, int | None]
-) -> tuple[int, int, int | None]:
+def _limits(engines: EngineSet, assembly_json: str | os.PathLike, options: ModelOptions) -> tuple[int, int, int | None]:
     """Return max_batch_size, max_seq_len and max_num_tokens (None: any number) to open engines with.
 
     Raises InputError for limits that the engines or the model do not allow.
     """
-    built = {name: engines.manifest.options.get(name) for name in requested}
     defaults = {**asdict(Limits()), "max_num_tokens": None}
     limits: dict[str, Any] = {}
-    for name, value in requested.items():
-        candidates = (value, built[name], defaults[name])
+    built: dict[str, Any] = {}
+    for name in ("max_batch_size", "max_seq_len", "max_num_tokens"):
+        built[name] = engines.manifest.options.get(name)
+        candidates = (getattr(options, name), built[name], defaults[name])
         limits[name] = next((limit for limit in candidates if limit is not None), None)
     allowed = engines.assembly.max_position_embeddings
     if allowed is not None and limits["max_seq_len"] > allowed:

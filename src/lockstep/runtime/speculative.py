@@ -10,7 +10,7 @@ from lockstep.errors import InputError
 from lockstep.runtime.checks import expect
 from lockstep.runtime.draft_model import ModelDrafter
 from lockstep.runtime.drafts import MAX_DRAFT_TOKENS, NgramDrafter, Speculation
-from lockstep.runtime.model import Model
+from lockstep.runtime.model import Model, ModelOptions
 from lockstep.runtime.tokenizer import Tokenizer
 
 
@@ -54,10 +54,7 @@ def open_speculation(model: Model, settings: Speculative, threads: int | None = 
         settings.assembly,
         settings.weights,
         settings.layers,
-        max_batch_size=model.max_batch_size,
-        max_seq_len=model.max_seq_len,
-        threads=threads,
-        cut_of=model,
+        ModelOptions(max_batch_size=model.max_batch_size, max_seq_len=model.max_seq_len, threads=threads, cut_of=model),
     )
     if not draft.can_forget:
         raise InputError(

@@ -8,7 +8,7 @@ from typing import Any
 
 from lockstep.artifacts.assembly import Assembly
 from lockstep.errors import InputError
-from lockstep.runtime.model import Model
+from lockstep.runtime.model import Model, ModelOptions
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.targets import Results, Target
 
@@ -30,7 +30,7 @@ def open_model(target: str, results: str | os.PathLike = "results", **limits: An
     assembly = tree.assembly(model, precision)
     if Assembly.load(assembly).adapters is not None:
         limits = {"adapters_json": tree.adapters(model), **limits}
-    return Model.open(engines, assembly, tree.weights(model, precision), names.layers, **limits)
+    return Model.open(engines, assembly, tree.weights(model, precision), names.layers, ModelOptions(**limits))
 
 
 def open_tokenizer(target: str, results: str | os.PathLike = "results") -> Tokenizer:

@@ -48,7 +48,7 @@ from lockstep.errors import CheckError, InputError
 from lockstep.provenance import lock_update
 from lockstep.provenance.lock import Lock
 from lockstep.report import summary
-from lockstep.runtime import Engine, Model, Request
+from lockstep.runtime import Engine, Model, ModelOptions, Request
 from lockstep.stages import jobs
 from lockstep.targets import Limits, Results, Target
 from lockstep.tolerances import Tolerances
@@ -96,7 +96,9 @@ def opened(shared: Shared, demo: Results, demo_bf16: Results) -> Any:
 
 def model_of(opened: Any, precision: str, **options: Any) -> Model:
     results, name, engines = opened(precision)
-    return Model.open(engines, results.assembly(name, precision), results.weights(name, precision), **options)
+    return Model.open(
+        engines, results.assembly(name, precision), results.weights(name, precision), options=ModelOptions(**options)
+    )
 
 
 def passes(

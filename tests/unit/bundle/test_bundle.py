@@ -36,7 +36,7 @@ from lockstep.bundle.archive import (
 from lockstep.bundle.opened import opened, point_into
 from lockstep.bundle.pack import pack
 from lockstep.errors import CheckError, InputError
-from lockstep.runtime import Model, Tokenizer, generate
+from lockstep.runtime import Model, ModelOptions, Tokenizer, generate
 from lockstep.targets import Results, Target
 
 TARGET = Target("demo-llama", "fp16", "all", "onnxruntime")
@@ -77,7 +77,11 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def says(path: Path, weights: Path | None = None) -> str:
     with opened(path, weights) as place:
         model = Model.open(
-            place.engines, place.assembly, place.weights, place.target.layers, 1, place.limits.max_seq_len
+            place.engines,
+            place.assembly,
+            place.weights,
+            place.target.layers,
+            ModelOptions(max_batch_size=1, max_seq_len=place.limits.max_seq_len),
         )
         tokenizer = Tokenizer.open(place.assembly)
     return "".join(piece.text for piece in generate(model, tokenizer, [PROMPT], 16))

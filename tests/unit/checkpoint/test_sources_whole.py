@@ -24,7 +24,7 @@ from lockstep.backends import build
 from lockstep.checkpoint import resolve
 from lockstep.export import export, random_model
 from lockstep.export.quiet import quiet
-from lockstep.runtime import Model, Tokenizer, generate
+from lockstep.runtime import Model, ModelOptions, Tokenizer, generate
 from lockstep.targets import Results
 from lockstep.tolerances import Tolerances
 from lockstep.verify import validate
@@ -76,9 +76,12 @@ def run(folder: Path, graphs: Results, name: str = "relative/checkpoint") -> tup
 def tokens(results: Results) -> list[int]:
     assembly = results.assembly("m", "fp32")
     model = Model.open(
-        results.engines("m", "fp32", "onnxruntime"), assembly, results.weights("m", "fp32"), "all", max_batch_size=1,
-        max_seq_len=64,
-    )  # fmt: skip
+        results.engines("m", "fp32", "onnxruntime"),
+        assembly,
+        results.weights("m", "fp32"),
+        "all",
+        ModelOptions(max_batch_size=1, max_seq_len=64),
+    )
     generation = generate(model, Tokenizer.open(assembly), [PROMPT], NEW)
     list(generation)
     return generation.tokens[0]

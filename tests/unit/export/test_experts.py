@@ -19,7 +19,7 @@ from onnx.reference import ReferenceEvaluator
 from packed_checkpoints import LAYOUTS, write_packed
 
 import lockstep
-from lockstep import Advance, Model, Results
+from lockstep import Advance, Model, ModelOptions, Results
 from lockstep.artifacts.experts import expert_slot
 from lockstep.artifacts.files import read_json, write_json
 from lockstep.backends.base import get_backend
@@ -241,7 +241,7 @@ def logits_of(folder: Path, precision: str, backend: str, work: Path) -> tuple[n
     lockstep.export_graphs(paths[0], precision, paths[1])
     lockstep.convert_weights(paths[0], precision, paths[2], paths[1])
     engines = lockstep.build_engines(paths[1], backend, results.engines("m", precision, backend))
-    model = Model.open(engines, paths[1], paths[2], max_batch_size=1, max_seq_len=32)
+    model = Model.open(engines, paths[1], paths[2], options=ModelOptions(max_batch_size=1, max_seq_len=32))
     weights = Weights.open(paths[2])
     tensors = {name: float32_tensor(array) for name, array in weights.dequantized()}
     reference = load_tensors(tensors, cut_config(read_json(folder / "config.json"), "all"), "eager", "here")

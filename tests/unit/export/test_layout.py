@@ -13,7 +13,7 @@ from lockstep.export import export
 from lockstep.export.checkpoint_layout import checkpoint_layout, checkpoint_shapes
 from lockstep.export.random_model import byte_tokenizer
 from lockstep.export.tracer import meta_model
-from lockstep.runtime import Advance, Model
+from lockstep.runtime import Advance, Model, ModelOptions
 from lockstep.weights import convert
 
 pytestmark = pytest.mark.exports
@@ -49,7 +49,10 @@ def engine_logits(folder, work, ids: list[int]) -> np.ndarray:
     export(work / "architecture.json", "fp32", work / "graphs" / "assembly.json")
     build(work / "graphs" / "assembly.json", "onnxruntime", work / "engines" / "engines.json")
     model = Model.open(
-        work / "engines" / "engines.json", work / "graphs" / "assembly.json", work / "weights.json", max_seq_len=32
+        work / "engines" / "engines.json",
+        work / "graphs" / "assembly.json",
+        work / "weights.json",
+        options=ModelOptions(max_seq_len=32),
     )
     return model.step([Advance(0, np.array(ids), 0)])[0]
 

@@ -19,7 +19,7 @@ from test_experts import BACKENDS, logits_of, make_random
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import lockstep
-from lockstep import Advance, Model, Results
+from lockstep import Advance, Model, ModelOptions, Results
 from lockstep.artifacts.drift import Drift
 from lockstep.artifacts.files import read_json
 from lockstep.targets import Target
@@ -101,7 +101,7 @@ def test_engines_take_the_codes_from_the_checkpoints_own_file(checkpoint, tmp_pa
     engines = results.engines("m", "w4a16", backend)
     assembly = results.assembly("m", "w4a16")
     weights = results.weights("m", "w4a16")
-    model = Model.open(engines, assembly, weights, max_batch_size=3, max_seq_len=32)
+    model = Model.open(engines, assembly, weights, options=ModelOptions(max_batch_size=3, max_seq_len=32))
     tokens = np.array([3, 200, 17, 9, 101, 54])
     beside = model.step([Advance(0, tokens[::-1], 0), Advance(1, tokens, 0), Advance(2, tokens[:1], 0)])
     assert backend == "openvino" or model.engines.batch_invariant

@@ -35,7 +35,7 @@ from quantized_models import (
 )
 from safetensors.numpy import load_file
 
-from lockstep import Model, make_random_checkpoint
+from lockstep import Model, ModelOptions, make_random_checkpoint
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.drift import Drift
 from lockstep.artifacts.dtypes import ROW, named_dtype
@@ -85,7 +85,7 @@ def test_low_memory_has_the_layers_weights_once(shared):
     kind = "model", "w4a16"
     files = results.engines(*kind, "onnxruntime"), results.assembly(*kind), results.weights(*kind)
     for low_memory in (False, True):
-        model = Model.open(*files, max_batch_size=1, max_seq_len=16, low_memory=low_memory)
+        model = Model.open(*files, options=ModelOptions(max_batch_size=1, max_seq_len=16, low_memory=low_memory))
         assert (model.executor.decode_layers is None) is low_memory
 
 

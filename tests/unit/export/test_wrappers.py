@@ -22,7 +22,7 @@ from lockstep.export import language as wrappers
 from lockstep.export.language import language_config
 from lockstep.export.random_model import write_byte_tokenizer
 from lockstep.export.torch_model import cut_config
-from lockstep.runtime import Advance, Model
+from lockstep.runtime import Advance, Model, ModelOptions
 from lockstep.targets import Limits, Results, Target
 from lockstep.tolerances import Tolerances
 from lockstep.verify import validate
@@ -132,7 +132,7 @@ def test_the_language_model_of_a_wrapper_goes_through_all_stages(name, tmp_path,
         resolve_architecture(str(folder), folder, results.architecture(NAME)), "fp32", results.assembly(NAME, "fp32")
     )
     engines = build(assembly, "onnxruntime", results.engines(NAME, "fp32", "onnxruntime"))
-    model = Model.open(engines, assembly, weights, max_batch_size=1, max_seq_len=64)
+    model = Model.open(engines, assembly, weights, options=ModelOptions(max_batch_size=1, max_seq_len=64))
     ids = np.random.default_rng(0).integers(3, 256, 20)
     with torch.no_grad():
         expected = wrapper(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0].numpy()

@@ -35,7 +35,7 @@ from lockstep.export.quantize import quantize
 from lockstep.onnx_tools.cut_products import CutGraph, cut_products
 from lockstep.onnx_tools.prepare import random_inputs
 from lockstep.onnx_tools.sessions import compute
-from lockstep.runtime import Advance, Engine, Model, Request
+from lockstep.runtime import Advance, Engine, Model, ModelOptions, Request
 from lockstep.targets import Limits, Results, Target
 from lockstep.tolerances import Tolerances
 from lockstep.verify import compare
@@ -117,7 +117,7 @@ def test_requests_are_served_as_ever(shared, gpu, tmp_path):
     paths = results.assembly("model", "w4a16"), results.weights("model", "w4a16")
     engines = built(results, "w4a16", tmp_path)
     random = np.random.default_rng(0)
-    model = Model.open(engines, *paths, 2, **{name: getattr(LIMITS, name) for name in SIZES})
+    model = Model.open(engines, *paths, 2, ModelOptions(**{name: getattr(LIMITS, name) for name in SIZES}))
     prompts = [random.integers(0, 768, size).tolist() for size in (3, 70, 1)]
 
     def answers(requests: list[Request]) -> dict[int, list[int]]:
@@ -310,8 +310,8 @@ def test_prompts_are_graphs_of_their_parts_and_whole_where_they_come_often(refer
     name = "demo-llama"
     pair = references.assembly(name, "fp16"), references.weights(name, "fp16")
     sizes = {size: getattr(LIMITS, size) for size in SIZES}
-    model = Model.open(engines, *pair, 2, **sizes)
-    expected = Model.open(references.engines(name, "fp16", "onnxruntime"), *pair, 2, **sizes)
+    model = Model.open(engines, *pair, 2, ModelOptions(**sizes))
+    expected = Model.open(references.engines(name, "fp16", "onnxruntime"), *pair, 2, ModelOptions(**sizes))
     random = np.random.default_rng(0)
     following = dict[int, int]()
 

@@ -27,7 +27,7 @@ from lockstep.artifacts.reference import ReferenceManifest
 from lockstep.backends import build
 from lockstep.config import load
 from lockstep.errors import CheckError, InputError
-from lockstep.runtime import Advance, Model
+from lockstep.runtime import Advance, Model, ModelOptions
 from lockstep.stages import STAGES
 from lockstep.targets import Results, Target
 from lockstep.verify.golden.check import check_engines
@@ -218,7 +218,7 @@ def test_a_page_takes_half_the_memory_and_is_moved_whole(results, gpu):
     """Swapped out and back in: the bits of a request that stays."""
     plain = replace(Assembly.load(files(results)[1]), kv_cache_dtype=None)
     sizes = 2 * (plain.variants["attention"].head_dim + plain.variants["attention"].value_head_dim)
-    model = Model.open(*files(results), 2, **SIZES)
+    model = Model.open(*files(results), 2, ModelOptions(**SIZES))
     executor = model.executor
     assert executor.tables.pool.page_nbytes == 2 * 64 * (sizes + 4)  # layers, tokens; a byte of scale a head
     prompt = np.arange(70) % 768

@@ -13,7 +13,7 @@ from lora_folders import NAMES, logits_of, opened, requests, shared_lora
 
 import fake_gpu
 from lockstep.backends import build
-from lockstep.runtime import Decoding, Model, Request, Sampling
+from lockstep.runtime import Decoding, Model, ModelOptions, Request, Sampling
 from lockstep.step.advance import Advance
 from lockstep.targets import Results
 from shared import Shared
@@ -59,7 +59,9 @@ def open_model(lora: Results, form: Form, gpu: fake_gpu.Gpu, shared: Shared) -> 
     make = lambda folder: build(assembly, backend, folder / "engines.json", options)
     engines = shared.folder(f"lora-tensorrt/{'-'.join(form)}", make) / "engines.json"
     adapters = lora.adapters("demo-llama")
-    return lambda **options: Model.open(engines, assembly, weights, **{**SIZES, "adapters_json": adapters, **options})
+    return lambda **options: Model.open(
+        engines, assembly, weights, options=ModelOptions(**{**SIZES, "adapters_json": adapters, **options})
+    )
 
 
 def test_requests_of_several_adapters_in_one_batch_are_those_of_onnx_runtime(
@@ -196,7 +198,10 @@ def test_steps_in_which_no_row_has_an_adapter_run_the_engines_of_the_model_witho
     make = lambda folder: build(assembly, backend, folder / "engines.json", options)
     engines = shared.folder(f"tensorrt-without/{'-'.join(form)}", make) / "engines.json"
     plain_requests = [(np.arange(9), None), (np.arange(3, 70), None)]
-    expected = logits_of(Model.open(engines, assembly, demo.weights("demo-llama", precision), **SIZES), plain_requests)
+    expected = logits_of(
+        Model.open(engines, assembly, demo.weights("demo-llama", precision), options=ModelOptions(**SIZES)),
+        plain_requests,
+    )
     for model in (open_model(), open_model(adapters_json=None)):
         model.warm_up()
         for again in range(2):

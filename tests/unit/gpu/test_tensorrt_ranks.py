@@ -20,7 +20,7 @@ import fake_gpu
 from lockstep.artifacts.files import read_json
 from lockstep.backends import build
 from lockstep.errors import CheckError
-from lockstep.runtime import Advance, Engine, Model, Request, Sampling
+from lockstep.runtime import Advance, Engine, Model, ModelOptions, Request, Sampling
 from lockstep.step.greedy import most_likely
 from lockstep.step.logits_pipeline import Sampler
 from lockstep.targets import Results, Target
@@ -86,7 +86,7 @@ def paths(split: tuple[Path, Path, Path], shared: Shared, form: Form, gpu: fake_
 
 @pytest.fixture
 def open_model(paths: tuple[Path, Path, Path]) -> Callable[..., Model]:
-    return lambda layers=2, **limits: Model.open(*paths, layers, **{**SIZES, **limits})
+    return lambda layers=2, **limits: Model.open(*paths, layers, ModelOptions(**{**SIZES, **limits}))
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def reference(split: tuple[Path, Path, Path], shared: Shared, form: Form) -> Cal
     _, assembly, weights = split
     make = lambda folder: build(assembly, "onnxruntime", folder / "engines.json")
     engines = shared.folder(f"gpu-ranks-one/{form[1]}-{form[3]}", make) / "engines.json"
-    return lambda layers=2: Model.open(engines, assembly, weights, layers, **SIZES)
+    return lambda layers=2: Model.open(engines, assembly, weights, layers, ModelOptions(**SIZES))
 
 
 def steps(model: Model) -> Iterator[tuple[list[Advance], np.ndarray]]:

@@ -15,7 +15,7 @@ from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.backends import EngineSet, build
 from lockstep.errors import CheckError
 from lockstep.manifests.manifest_files import content
-from lockstep.runtime import Advance, Model, Tokenizer, generate
+from lockstep.runtime import Advance, Model, ModelOptions, Tokenizer, generate
 from lockstep.targets import Target
 from lockstep.tolerances import Tolerances
 from lockstep.verify import compare
@@ -65,7 +65,11 @@ def engines(demo, gpu, tmp_path):
 @pytest.fixture
 def open_model(demo, engines):
     return lambda precision, layers="all": Model.open(
-        engines(precision), demo.assembly(MODEL, precision), demo.weights(MODEL, precision), layers, **SIZES
+        engines(precision),
+        demo.assembly(MODEL, precision),
+        demo.weights(MODEL, precision),
+        layers,
+        ModelOptions(**SIZES),
     )
 
 
@@ -80,7 +84,7 @@ def test_generated_tokens_are_those_of_onnx_runtime(demo, open_model, gpu, preci
         demo.weights(MODEL, precision),
     )
     results = []
-    for model in (Model.open(*paths, "all", **SIZES), open_model(precision)):
+    for model in (Model.open(*paths, "all", ModelOptions(**SIZES)), open_model(precision)):
         generation = generate(model, tokenizer, prompts, max_new_tokens=24)
         list(generation)
         results.append(generation.tokens)

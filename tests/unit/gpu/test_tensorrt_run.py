@@ -27,7 +27,18 @@ from lockstep.artifacts.bisect_report import EngineReport
 from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.backends import build
 from lockstep.errors import CheckError, InputError
-from lockstep.runtime import Advance, Decoding, Engine, Model, Request, Sampling, Tokenizer, generate, scheduler
+from lockstep.runtime import (
+    Advance,
+    Decoding,
+    Engine,
+    Model,
+    ModelOptions,
+    Request,
+    Sampling,
+    Tokenizer,
+    generate,
+    scheduler,
+)
 from lockstep.runtime import engine as engine_module
 from lockstep.runtime.grammar import Grammar
 from lockstep.step.logits_pipeline import Sampler, log_probabilities
@@ -96,7 +107,7 @@ def gpu(gpu, monkeypatch):
 def open_model(demo, engines, form, gpu):
     """A model of the form, of `layers` layers."""
     paths = engines[form], demo.assembly(MODEL, form[1]), demo.weights(MODEL, form[1])
-    return lambda layers=2, **limits: Model.open(*paths, layers, **{**LIMITS_OF_MODEL, **limits})
+    return lambda layers=2, **limits: Model.open(*paths, layers, ModelOptions(**{**LIMITS_OF_MODEL, **limits}))
 
 
 LIMITS_OF_MODEL = {name: getattr(LIMITS, name) for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
@@ -112,7 +123,7 @@ class Both:
             demo.assembly(MODEL, precision),
             demo.weights(MODEL, precision),
         )
-        self.reference = Model.open(*paths, layers, **LIMITS_OF_MODEL)
+        self.reference = Model.open(*paths, layers, ModelOptions(**LIMITS_OF_MODEL))
         self.found = open_model(layers)
         self.tolerance = TOLERANCE[precision]
         self.next = {}
@@ -144,7 +155,7 @@ class Both:
 
 AT_EXIT = """
 import atexit, sys
-from lockstep.runtime import Model
+from lockstep.runtime import Model, ModelOptions
 import fake_gpu
 
 # With globals of their own: functions of this script would keep those of the script, and so the model.
@@ -161,7 +172,7 @@ for kind, name in ((fake_gpu.Gpu, "free"), (fake_gpu.Gpu, "free_host"), (fake_gp
     setattr(kind, name, spies["spy"](getattr(kind, name, id), f"{kind.__name__}.{name}"))
 installed = fake_gpu.installed(sys.argv[1])
 installed.__enter__()
-model = Model.open(*sys.argv[2:5], 2, max_batch_size=4, max_num_tokens=128, max_seq_len=256)
+model = Model.open(*sys.argv[2:5], 2, ModelOptions(max_batch_size=4, max_num_tokens=128, max_seq_len=256))
 import numpy as np
 from lockstep.step.advance import Advance, then_decode
 advances = [Advance(0, np.arange(3, 20), 0)]
@@ -278,7 +289,7 @@ def test_generated_tokens_are_those_of_onnx_runtime(demo, open_model, form, gpu)
     prompts = 2 * [prompt.text for prompt in GOLDEN.prompts]
     paths = demo.engines(MODEL, form[1], "onnxruntime"), demo.assembly(MODEL, form[1]), demo.weights(MODEL, form[1])
     results = []
-    for model in (Model.open(*paths, "all", **LIMITS_OF_MODEL), open_model("all")):
+    for model in (Model.open(*paths, "all", ModelOptions(**LIMITS_OF_MODEL)), open_model("all")):
         generation = generate(model, tokenizer, prompts, max_new_tokens=24)
         list(generation)
         results.append(generation.tokens)

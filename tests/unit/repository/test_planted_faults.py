@@ -18,7 +18,7 @@ from faults.case import Case, Setting, plant
 from faults.edit import Edit
 from faults.harm import SCENARIOS, largest_difference
 from faults.table import FAULTS
-from lockstep import Model
+from lockstep import Model, ModelOptions
 from lockstep.artifacts.files import read_json
 from lockstep.errors import CheckError
 
@@ -122,7 +122,7 @@ def test_a_fault_of_the_runtime_is_no_error_of_its_own(demo, name):
     """It patches what is there, and uses what that has."""
     files = (demo.engines("demo-llama", "fp32", "onnxruntime"), demo.assembly("demo-llama", "fp32"))
     sizes = {size: getattr(LIMITS, size) for size in ("max_batch_size", "max_seq_len", "max_num_tokens")}
-    model = Model.open(*files, demo.weights("demo-llama", "fp32"), 2, **sizes)
+    model = Model.open(*files, demo.weights("demo-llama", "fp32"), 2, ModelOptions(**sizes))
     scenario = FAULTS[name].shown_by or SCENARIOS["mixed"]
     with FAULTS[name].change():
         assert harm.run(model, {"its own": scenario})["its own"].size

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from lockstep.errors import InputError
-from lockstep.runtime import Engine, Model, Request, Sampling, Tokenizer, batch_file
+from lockstep.runtime import Engine, Model, ModelOptions, Request, Sampling, Tokenizer, batch_file
 from lockstep.runtime.batch_file import Defaults, generate_file
 
 LINES = [
@@ -27,7 +27,7 @@ def model(demo):
         demo.assembly("demo-llama", "fp32"),
         demo.weights("demo-llama", "fp32"),
     )
-    return Model.open(*paths, max_batch_size=2, max_seq_len=256)
+    return Model.open(*paths, options=ModelOptions(max_batch_size=2, max_seq_len=256))
 
 
 @pytest.fixture(scope="module")
@@ -219,9 +219,9 @@ def test_a_disk_that_has_room_for_a_part_is_gone_on_with(model, tokenizer, tmp_p
 KILLED = """
 import sys, time
 from pathlib import Path
-from lockstep.runtime import Model, Tokenizer
+from lockstep.runtime import Model, ModelOptions, Tokenizer
 from lockstep.runtime.batch_file import Defaults, generate_file
-model = Model.open(*sys.argv[1:4], max_batch_size=2, max_seq_len=256)
+model = Model.open(*sys.argv[1:4], options=ModelOptions(max_batch_size=2, max_seq_len=256))
 def say(done, speed):
     print(done.lines, flush=True)
     time.sleep(0.02)  # so that it can be killed in any step

@@ -19,7 +19,7 @@ import pytest
 from built_family import NAME, build_family
 
 from lockstep.errors import InputError
-from lockstep.runtime import Engine, Model, Request, Sampling, Tokenizer
+from lockstep.runtime import Engine, Model, ModelOptions, Request, Sampling, Tokenizer
 from lockstep.runtime.grammar import Grammar, compiler, trial
 from lockstep.runtime.grammar.compiler import Compiler
 from lockstep.runtime.grammar.trial import TrialProcess
@@ -68,7 +68,7 @@ def assembly(demo: Results) -> Path:
 def model(demo: Results, assembly: Path) -> Model:
     engines = demo.engines("demo-llama", "fp32", "onnxruntime")
     weights = demo.weights("demo-llama", "fp32")
-    return Model.open(engines, assembly, weights, max_batch_size=4, max_seq_len=256)
+    return Model.open(engines, assembly, weights, options=ModelOptions(max_batch_size=4, max_seq_len=256))
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +154,9 @@ def test_a_checkpoint_with_an_end_token_beyond_its_vocabulary_takes_grammars(tmp
     results = Results(tmp_path / "results")
     assembly = results.assembly(NAME, "fp32")
     engines = results.engines(NAME, "fp32", "onnxruntime")
-    model = Model.open(engines, assembly, results.weights(NAME, "fp32"), max_batch_size=1, max_seq_len=64)
+    model = Model.open(
+        engines, assembly, results.weights(NAME, "fp32"), options=ModelOptions(max_batch_size=1, max_seq_len=64)
+    )
     grammars = Compiler(assembly, model.vocab_size, model.eos_token_ids)
     tokenizer = Tokenizer.open(assembly)
     constrained = request(model, tokenizer, Grammar("regex", "[ab]{5}"), max_new_tokens=40)

@@ -14,7 +14,7 @@ import pytest
 from demo_model import DEMO
 
 from lockstep.errors import InputError
-from lockstep.runtime import Engine, Model, Request, Sampling, Tokenizer
+from lockstep.runtime import Engine, Model, ModelOptions, Request, Sampling, Tokenizer
 from lockstep.step.sampling import Logprobs
 from lockstep.targets import Results
 from real_server import RealServer, make_tree
@@ -31,7 +31,7 @@ def model(demo: Results) -> Model:
         demo.assembly("demo-llama", "fp32"),
         demo.weights("demo-llama", "fp32"),
     )
-    return Model.open(*paths, max_batch_size=4, max_seq_len=256, chunk_size=64)
+    return Model.open(*paths, options=ModelOptions(max_batch_size=4, max_seq_len=256, chunk_size=64))
 
 
 def ids(length: int, seed: int = 0) -> list[int]:

@@ -10,7 +10,7 @@ from handmade import CONFIG, llama, make
 
 from lockstep.artifacts.files import read_json, write_json
 from lockstep.errors import InputError
-from lockstep.runtime import Advance, Model
+from lockstep.runtime import Advance, Model, ModelOptions
 from lockstep.targets import Results
 from lockstep.weights import Weights
 
@@ -31,7 +31,7 @@ def open_model(tiny, precision="fp32", layers="all", **limits):
         tiny.assembly("tiny", precision),
         tiny.weights("tiny", precision),
         layers,
-        **({"max_batch_size": 4, "max_seq_len": 256} | limits),
+        ModelOptions(**{"max_batch_size": 4, "max_seq_len": 256} | limits),
     )
 
 
@@ -271,13 +271,13 @@ def test_limits_are_those_that_the_engines_were_built_for(tiny, tmp_path):
     with pytest.raises(InputError, match=r"expected at most 40 tokens \(max_num_tokens\), found 41"):
         model.step([Advance(0, tokens(41), 0)])
     for name, limit in built.items():
-        assert getattr(Model.open(*paths, **{name: limit - 1}), name) == limit - 1
+        assert getattr(Model.open(*paths, options=ModelOptions(**{name: limit - 1})), name) == limit - 1
         with pytest.raises(
             InputError,
             match=f"{name}: expected at most {limit}, which .*engines.json was "
             f"built for, found {limit + 1}; raise limits.{name} and build again",
         ):
-            Model.open(*paths, **{name: limit + 1})
+            Model.open(*paths, options=ModelOptions(**{name: limit + 1}))
 
 
 def test_weights_of_another_precision_or_model_are_refused(tiny, tmp_path):

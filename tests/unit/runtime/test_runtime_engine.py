@@ -13,7 +13,7 @@ from engine_steps import CHUNK, argmax, ids, open_model, with_logits
 from lockstep.artifacts.weights import WeightsManifest
 from lockstep.checkpoint import resolve
 from lockstep.errors import InputError
-from lockstep.runtime import Advance, Engine, Model, Request, Sampling, scheduler
+from lockstep.runtime import Advance, Engine, Model, ModelOptions, Request, Sampling, scheduler
 from lockstep.runtime import engine as engine_module
 from lockstep.runtime.grammar import Grammar
 from lockstep.runtime.prefix import root_key
@@ -94,10 +94,25 @@ def test_identity_is_of_what_the_weights_are_not_of_where_they_lie(demo, tmp_pat
         shutil.copytree(DEMO, folder / "checkpoint")
         checkpoint = resolve(str(folder / "checkpoint"), folder / "checkpoint", folder / "checkpoint.json")
         weights = convert(checkpoint, "fp16", folder / "fp16" / "weights.json")
-        keys.add(root_key(Model.open(engines, assembly, weights, max_batch_size=4, max_seq_len=256, chunk_size=CHUNK)))
+        keys.add(
+            root_key(
+                Model.open(
+                    engines,
+                    assembly,
+                    weights,
+                    options=ModelOptions(max_batch_size=4, max_seq_len=256, chunk_size=CHUNK),
+                )
+            )
+        )
     WeightsManifest.load(weights).moved(os.path.basename).save(folder / "checkpoint" / "weights.json")
     bundled = folder / "checkpoint" / "weights.json"
-    keys.add(root_key(Model.open(engines, assembly, bundled, max_batch_size=4, max_seq_len=256, chunk_size=CHUNK)))
+    keys.add(
+        root_key(
+            Model.open(
+                engines, assembly, bundled, options=ModelOptions(max_batch_size=4, max_seq_len=256, chunk_size=CHUNK)
+            )
+        )
+    )
     assert len(keys) == 1
     data = bytearray((folder / "checkpoint" / "model.safetensors").read_bytes())
     data[-2] ^= 1
@@ -105,7 +120,13 @@ def test_identity_is_of_what_the_weights_are_not_of_where_they_lie(demo, tmp_pat
     other = convert(
         resolve(str(folder / "checkpoint"), folder / "checkpoint", folder / "checkpoint.json"), "fp16", weights
     )
-    keys.add(root_key(Model.open(engines, assembly, other, max_batch_size=4, max_seq_len=256, chunk_size=CHUNK)))
+    keys.add(
+        root_key(
+            Model.open(
+                engines, assembly, other, options=ModelOptions(max_batch_size=4, max_seq_len=256, chunk_size=CHUNK)
+            )
+        )
+    )
     assert len(keys) == 2
 
 

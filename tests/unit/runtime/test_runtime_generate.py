@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from lockstep.errors import InputError
-from lockstep.runtime import Decoding, Engine, Model, Request, Sampling, Tokenizer, command, generate
-from lockstep.targets import Results
+from lockstep.runtime import Decoding, Engine, Model, ModelOptions, Request, Sampling, Tokenizer, command, generate
+from lockstep.targets import Limits, Results
 from some import some
 
 EXPECTED = json.loads((Path(__file__).parents[3] / "resources" / "demo-llama" / "expected.json").read_text())
@@ -29,7 +29,7 @@ def open_model(demo, precision="fp32", layers="all", **limits):
         demo.assembly("demo-llama", precision),
         demo.weights("demo-llama", precision),
     )
-    return Model.open(*paths, layers, **({"max_batch_size": 3} | limits))
+    return Model.open(*paths, layers, ModelOptions(**{"max_batch_size": 3} | limits))
 
 
 @pytest.fixture(scope="module")
@@ -162,28 +162,18 @@ def test_where_all_take_the_most_likely_token_only_tokens_come_back(model, token
 
 
 def test_json_is_one_document_with_what_the_text_has(demo, capsys):
-    paths = {
-        "assembly": demo.assembly("demo-llama", "fp16"),
-        "weights": demo.weights("demo-llama", "fp16"),
-        "engines": demo.engines("demo-llama", "fp16", "onnxruntime"),
-    }
-    options = {
-        **{name: str(path) for name, path in paths.items()},
-        "layers": "all",
-        "limits": {"max_seq_len": 64, "max_num_tokens": 64, "max_input_len": 32},
-        "prompt": PROMPTS[2],
-        "max_new_tokens": 8,
-        "sampling": {},
-        "stop": [],
-    }
-    command.generate(**options)
+    engines = demo.engines("demo-llama", "fp16", "onnxruntime")
+    assembly = demo.assembly("demo-llama", "fp16")
+    limits = Limits(max_seq_len=64, max_num_tokens=64, max_input_len=32)
+    job = command.Job(engines, assembly, demo.weights("demo-llama", "fp16"), "all", limits, 8, Sampling())
+    command.generate(job, PROMPTS[2])
     text = capsys.readouterr().out
-    command.generate(**options, as_json=True)
+    command.generate(job, PROMPTS[2], as_json=True)
     printed = capsys.readouterr()
     actual = json.loads(printed.out)
     (choice,) = actual["choices"]
     assert not printed.err and choice["text"] + "\n" == text and choice["finish_reason"] == "max_new_tokens"
-    prompt = Tokenizer.open(paths["assembly"]).encode(PROMPTS[2])
+    prompt = Tokenizer.open(assembly).encode(PROMPTS[2])
     assert actual["usage"] == {"prompt_tokens": len(prompt), "completion_tokens": 8}
     assert len(choice["token_ids"]) == 8 and actual["speed"]["decode_tokens_per_s"] > 0
 

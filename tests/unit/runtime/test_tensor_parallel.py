@@ -33,7 +33,7 @@ from lockstep.export import export, parity
 from lockstep.export.reference_runner import ReferenceRunner
 from lockstep.export.run import assemble
 from lockstep.export.tracer import meta_model
-from lockstep.runtime import Advance, Model, Sampling
+from lockstep.runtime import Advance, Model, ModelOptions, Sampling
 from lockstep.step.greedy import largest, most_likely, most_likely_of_ranks
 from lockstep.step.logits_pipeline import Sampler
 from lockstep.targets import Results, Target
@@ -305,7 +305,7 @@ def tiny(shared: Shared, degree: int) -> Results:
 
 def open_model(tiny: Results, precision: str) -> Model:
     files = tiny.engines("tiny", precision, "onnxruntime"), tiny.assembly("tiny", precision)
-    return Model.open(*files, tiny.weights("tiny", precision), max_batch_size=4, max_seq_len=256)
+    return Model.open(*files, tiny.weights("tiny", precision), options=ModelOptions(max_batch_size=4, max_seq_len=256))
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 2e-5), ("fp16", 2e-2)])  # as in test_runtime.py

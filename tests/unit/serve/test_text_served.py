@@ -13,7 +13,7 @@ import pytest
 import scripted_model
 from real_tokenizers import SENTENCEPIECE, TEKKEN, tokenizer_json
 
-from lockstep.runtime import Engine, Model, Request, Sampling, Tokenizer, generate
+from lockstep.runtime import Engine, Model, ModelOptions, Request, Sampling, Tokenizer, generate
 from lockstep.runtime.batch_file import generate_file
 from lockstep.targets import Results
 from real_server import RealServer
@@ -61,7 +61,9 @@ def server(results: Results) -> Iterator[RealServer]:
 def model(results: Results) -> Model:
     engines = results.engines("scripted", "fp32", "onnxruntime")
     weights = results.weights("scripted", "fp32")
-    return Model.open(engines, results.assembly("scripted", "fp32"), weights, max_batch_size=2, max_seq_len=100)
+    return Model.open(
+        engines, results.assembly("scripted", "fp32"), weights, options=ModelOptions(max_batch_size=2, max_seq_len=100)
+    )
 
 
 def answer_ids(tokenizer: Tokenizer) -> list[int]:

@@ -17,7 +17,7 @@ from families import FAMILIES, WINDOW, Family, some_families
 
 from lockstep.artifacts.assembly import Assembly
 from lockstep.export.torch_model import cut_config, load_folder
-from lockstep.runtime import Advance, Decoding, Engine, Model, Request
+from lockstep.runtime import Advance, Decoding, Engine, Model, ModelOptions, Request
 from lockstep.targets import Limits, Results, Target
 from lockstep.tolerances import Tolerances
 from lockstep.verify import validate
@@ -48,7 +48,7 @@ class Built:
             results.assembly(NAME, "fp32"),
             results.weights(NAME, "fp32"),
             layers,
-            **({"max_batch_size": 3, "max_seq_len": 64} | limits),
+            ModelOptions(**{"max_batch_size": 3, "max_seq_len": 64} | limits),
         )
 
     def logits(self, ids) -> np.ndarray:

@@ -15,7 +15,7 @@ from benchmarks.decode import prepare
 from benchmarks.published import FAMILIES
 from tests import lifelike
 
-from lockstep import Model, Request
+from lockstep import Model, ModelOptions, Request
 from lockstep.export.small_configs import shallow_config
 from lockstep.export.torch_model import cut_config, load_folder
 from lockstep.runtime.decoding import Decoding
@@ -71,9 +71,11 @@ def test_free_tokens_are_those_of_transformers(family, tmp_path):
     del reference
     paths = prepare(folder, "fp32", tmp_path)
     model = Model.open(
-        paths["engines"], paths["assembly"], paths["weights"], max_batch_size=1, max_seq_len=_PROMPT + _NEW,
-        threads=_THREADS,
-    )  # fmt: skip
+        paths["engines"],
+        paths["assembly"],
+        paths["weights"],
+        options=ModelOptions(max_batch_size=1, max_seq_len=_PROMPT + _NEW, threads=_THREADS),
+    )
     tokens = [output.token for output in Decoding(model, [Request(ids, _NEW, _Greedy())], max_num_tokens=_CHUNK)]
     print(f"{family}: the smallest margin of a token is {min(margins):.1e}")
     first = next((at for at in range(_NEW) if tokens[at] != expected[at]), None)

@@ -23,7 +23,7 @@ from lockstep.errors import CheckError, InputError
 from lockstep.export.parity import Small, measure
 from lockstep.export.run import assemble
 from lockstep.export.tracer import meta_model
-from lockstep.runtime import Advance, Engine, Model, Request, scheduler
+from lockstep.runtime import Advance, Engine, Model, ModelOptions, Request, scheduler
 from lockstep.step.host_step import HostStep
 from lockstep.step.kv_cache import KVCache
 from lockstep.targets import Limits, Results, Target
@@ -47,7 +47,7 @@ def open_model(root, precision="fp32", **limits) -> Model:
         results.engines(NAME, precision, "onnxruntime"),
         results.assembly(NAME, precision),
         results.weights(NAME, precision),
-        **({"max_batch_size": 4, "max_seq_len": 128, "chunk_size": 32} | limits),
+        options=ModelOptions(**{"max_batch_size": 4, "max_seq_len": 128, "chunk_size": 32} | limits),
     )
 
 
@@ -283,7 +283,7 @@ def test_states_lie_beside_blocks_of_every_gpu_backend(shared, tmp_path, backend
         )
 
     on_host = build(assembly, "onnxruntime", tmp_path / "onnxruntime" / "engines.json")
-    expected = logits(Model.open(on_host, assembly, weights, max_seq_len=128))
+    expected = logits(Model.open(on_host, assembly, weights, options=ModelOptions(max_seq_len=128)))
     with fake_gpu.installed(name=backend, version="1.7.1.116" if backend == "tensorrt_rtx" else "10.6.0") as gpu:
         model = Model.open(build(assembly, backend, tmp_path / backend / "engines.json", LIMITS), assembly, weights)
         actual = logits(model)

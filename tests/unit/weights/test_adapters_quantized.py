@@ -25,7 +25,7 @@ from lockstep.checkpoint import resolve
 from lockstep.errors import CheckError
 from lockstep.export.lora import with_adapters
 from lockstep.export.quantize import quantize
-from lockstep.runtime import Model
+from lockstep.runtime import Model, ModelOptions
 from lockstep.targets import Limits, Results, Target
 from lockstep.verify.golden.adapted import check
 from lockstep.verify.golden.reference import make_reference
@@ -124,7 +124,9 @@ def test_a_request_without_adapter_has_the_bits_of_the_quantised_model(shared: S
     logits = []
     for name, adapters in (("plain", None), ("model", results.adapters("model"))):
         paths = (results.engines(name, precision, "onnxruntime"), results.assembly(name, precision))
-        model = Model.open(*paths, results.weights("model", precision), adapters_json=adapters, **LIMITS)
+        model = Model.open(
+            *paths, results.weights("model", precision), options=ModelOptions(**LIMITS, adapters_json=adapters)
+        )
         logits.append(logits_of(model, [(ids, None) for ids, _ in requests()]))
         if adapters is not None:
             mixed = [

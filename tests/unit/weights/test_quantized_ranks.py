@@ -17,7 +17,7 @@ from families import FAMILIES
 from quantized_models import LIMIT, build_model, check, validated
 
 import fake_gpu
-from lockstep import Advance, Model, make_random_checkpoint
+from lockstep import Advance, Model, ModelOptions, make_random_checkpoint
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.artifacts.places import FileEntry
@@ -84,7 +84,7 @@ def test_two_gpus_read_their_part_of_small_weights(results: tuple[Results, str],
     pair = (quantized.assembly("model", precision), quantized.weights("model", precision))
     random = np.random.default_rng(0)
     limits = {name: getattr(LIMIT, name) for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
-    alone = Model.open(quantized.engines("model", precision, "onnxruntime"), *pair, **limits)
+    alone = Model.open(quantized.engines("model", precision, "onnxruntime"), *pair, options=ModelOptions(**limits))
     if precision == "w8a16":  # GPT-NeoX, whose query, key and value are one weight: ranks transpose their parts of it
         with pytest.raises(
             CheckError, match="have a CUDA kernel, found one of .*, Transpose in a form that has none; use"
@@ -93,7 +93,9 @@ def test_two_gpus_read_their_part_of_small_weights(results: tuple[Results, str],
         return
     with fake_gpu.installed(name="cuda") as gpu:
         gpu.devices = 2
-        split = Model.open(build(pair[0], "cuda", tmp_path / "engines.json", limits), *pair, **limits)
+        split = Model.open(
+            build(pair[0], "cuda", tmp_path / "engines.json", limits), *pair, options=ModelOptions(**limits)
+        )
         tokens = random.integers(0, alone.vocab_size, 20)
         for start in (0, 20, 21, 22):
             expected, logits = (model.step([Advance(0, tokens, start)]) for model in (alone, split))

@@ -21,7 +21,7 @@ from lockstep.backends import EngineSet
 from lockstep.errors import CheckError, InputError, LockstepError
 from lockstep.manifests.manifest_files import failed_path
 from lockstep.onnx_tools.overflow import OVERFLOWS
-from lockstep.runtime import Advance, Model
+from lockstep.runtime import Advance, Model, ModelOptions
 from lockstep.targets import Target
 from lockstep.tolerances import LOGITS, Tolerances
 from lockstep.verify.bisect.faults import engine_fault
@@ -124,7 +124,9 @@ def engine_report(
     if fault is None and walked.logits is not None:
         files = (engines_json, assembly_json, weights_json)
         length = len(request.ids)
-        model = Model.open(*files, layers, max_batch_size=1, max_seq_len=length, threads=threads, low_memory=True)
+        model = Model.open(
+            *files, layers, ModelOptions(max_batch_size=1, max_seq_len=length, threads=threads, low_memory=True)
+        )
         rows += (_served(model, request, walked.logits, bounds),)
     return EngineReport(rows, fault, walked.finished, walked.overflow or None).to_json()
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from lockstep.artifacts.reports import PositionError, Report, TokenDifference
 from lockstep.errors import CheckError, InputError
-from lockstep.runtime import Decoding, Model, Request, Speed
+from lockstep.runtime import Decoding, Model, ModelOptions, Request, Speed
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.targets import Limits, Target
 from lockstep.tolerances import Tolerances
@@ -65,11 +65,13 @@ class DecodingCheck:
             assembly_json,
             weights_json,
             target.layers,
-            max_batch_size=limits.max_batch_size,
-            max_seq_len=limits.max_seq_len,
-            max_num_tokens=limits.max_num_tokens,
-            threads=threads,
-            adapters_json=adapters_json,
+            ModelOptions(
+                max_batch_size=limits.max_batch_size,
+                max_seq_len=limits.max_seq_len,
+                max_num_tokens=limits.max_num_tokens,
+                threads=threads,
+                adapters_json=adapters_json,
+            ),
         )
         vocab_size = self.prompts[0].logits.shape[1]
         if vocab_size != self.model.vocab_size:

@@ -16,7 +16,7 @@ import numpy as np
 
 from lockstep.artifacts.reports import MovedState
 from lockstep.onnx_tools.judge import Bound, measure, wrong
-from lockstep.runtime import Engine, Model, Request, Sampling, Token
+from lockstep.runtime import Engine, Model, ModelOptions, Request, Sampling, Token
 from lockstep.runtime.scheduler import Admission
 from lockstep.step.pages import PAGE_SIZE
 from lockstep.verify.golden.decoding import DecodingCheck
@@ -277,13 +277,15 @@ def _of_few_pages(check: DecodingCheck, longest: int) -> Model:
         model.assembly_json,
         check.weights_json,
         check.target.layers,
-        model.max_batch_size,
-        model.max_seq_len,
-        model.max_num_tokens,
-        check.threads,
-        kv_bytes=min(pages, pool.num_pages) * pool.page_nbytes,
-        chunk_size=chunk_size,
-        cut_of=model,
+        ModelOptions(
+            max_batch_size=model.max_batch_size,
+            max_seq_len=model.max_seq_len,
+            max_num_tokens=model.max_num_tokens,
+            threads=check.threads,
+            kv_bytes=min(pages, pool.num_pages) * pool.page_nbytes,
+            chunk_size=chunk_size,
+            cut_of=model,
+        ),
     )
 
 

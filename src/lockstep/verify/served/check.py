@@ -24,7 +24,7 @@ import numpy as np
 
 from lockstep.artifacts.reports import PASS, GoldenReport, ServedPhase, ServedReport, TokenDifference
 from lockstep.errors import CheckError, InputError
-from lockstep.runtime.model import CHUNK_SIZE, Model, fitting_chunk_size
+from lockstep.runtime.model import CHUNK_SIZE, Model, ModelOptions, fitting_chunk_size
 from lockstep.runtime.speculative import Speculative
 from lockstep.runtime.tokenizer import tokenizer_path
 from lockstep.step.pages import PAGE_SIZE
@@ -112,11 +112,13 @@ def open_model(files: EngineFiles) -> Model:
         files.assembly,
         files.weights,
         files.layers,
-        max_batch_size=limits["max_batch_size"],
-        max_seq_len=limits["max_seq_len"],
-        max_num_tokens=limits["max_num_tokens"],
-        threads=files.threads,
-        chunk_size=files.chunk_size,
+        ModelOptions(
+            max_batch_size=limits["max_batch_size"],
+            max_seq_len=limits["max_seq_len"],
+            max_num_tokens=limits["max_num_tokens"],
+            threads=files.threads,
+            chunk_size=files.chunk_size,
+        ),
     )
 
 
