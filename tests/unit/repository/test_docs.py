@@ -24,6 +24,7 @@ EVERY_PAGE = [
     *sorted((REPOSITORY / "docs").rglob("*.md")),
     *sorted((REPOSITORY / "examples").rglob("*.md")),
     *sorted(RECORDS.rglob("*.md")),
+    *sorted((REPOSITORY / "src").glob("*/README.md")),
 ]
 PAGES = [page for page in EVERY_PAGE if page not in GENERATED]
 GENERATED_PART = re.compile(r"<!-- (\w+): written by .*?<!-- /\1 -->", re.DOTALL)
@@ -78,6 +79,16 @@ def words(*pages: Path) -> int:
 def test_the_readme_and_the_manual_stay_short() -> None:
     assert words(REPOSITORY / "README.md") <= 1_000
     assert words(*(REPOSITORY / "docs").glob("*.md")) <= 30_000
+
+
+def test_pages_of_packages_name_files_that_are_there() -> None:
+    pages = sorted((REPOSITORY / "src").glob("*/README.md"))
+    missing = []
+    for page in pages:
+        for file in re.findall(r"`([\w/]+(?:\.(?:py|cu)|/))`", page.read_text(encoding="utf-8")):
+            if not any((folder / file).exists() for folder in (page.parent, page.parent.parent, REPOSITORY)):
+                missing.append((page.parent.name, file))
+    assert len(pages) == 3 and not missing
 
 
 def test_the_graph_of_packages_is_current() -> None:
