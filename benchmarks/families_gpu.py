@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from benchmarks import options
@@ -55,14 +56,17 @@ def main(names: Sequence[str], backend: str, precisions: str, jobs: int, seconds
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.tiny"])
 
+    writing = Lock()
+
     def measure(name: str, precision: str) -> None:
         tried = _in_a_process(context, name, backend, precision, deadline)
         if tried is None:
             return
-        families.setdefault(name, {})[precision] = tried | {"code": code}
         print(f"{name} {precision}: {tried['result']} {tried.get('reason', '')}", file=sys.stderr, flush=True)
-        if path is not None:
-            write_json(path, record)
+        with writing:
+            families.setdefault(name, {})[precision] = tried | {"code": code}
+            if path is not None:
+                write_json(path, record)
 
     missing = []
     of_other_code = []
