@@ -1,6 +1,7 @@
 """Find where a float16 graph exceeds float16.
 
-In: a graph and its inputs. Out: the first value that is too large, when the graph is computed in float32.
+In: a graph and its inputs. Out: the first value that is too large, when the graph is computed in float32, or the
+outputs with all that follows from such values.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.onnx_tools.widened import widened
@@ -66,28 +67,17 @@ def find_overflow(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> Ov
 
     feeds: all inputs, weights too. None also where these are not finite.
     """
-    inferred = onnx.shape_inference.infer_shapes(model).graph
-    halves = set()
-    for value in (*inferred.value_info, *inferred.output):
-        if value.type.tensor_type.elem_type == TensorProto.FLOAT16:
-            halves.add(value.name)
+    makers = _makers(model)
     floats = [array for array in feeds.values() if array.dtype.kind == "f"]
-    if not halves or not all(np.isfinite(array).all() for array in floats):
+    if not makers or not all(np.isfinite(array).all() for array in floats):
         return None
-    makers: dict[str, str] = {}  # {float16 value: operator}
-    for node in model.graph.node:
-        makers.update((name, node.op_type) for name in node.output if name in halves)
     wide = widened(model, TensorProto.FLOAT16)
     outputs = {value.name for value in wide.graph.output}
     names = list(makers)
     wide.graph.output.extend(
         helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in names if name not in outputs
     )
-    wide_feeds = dict(feeds)
-    for name, array in feeds.items():
-        if array.dtype == np.float16:
-            wide_feeds[name] = array.astype(np.float32)
-    arrays = open_session(wide.SerializeToString()).run(names, wide_feeds)
+    arrays = open_session(wide.SerializeToString()).run(names, _in_float32(feeds))
     for name, array in zip(names, arrays, strict=True):
         largest = float(np.abs(array).max(initial=0))
         if largest > LARGEST:
@@ -97,3 +87,55 @@ def find_overflow(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> Ov
                     dependent.update(node.output)
             return Overflow(name, largest, makers[name] in PRODUCTS, "hidden_out" in dependent)
     return None
+
+
+def with_infinities(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the outputs, float32, of a float16 graph in which a value beyond float16 is infinite.
+
+    That is what float16 gives. ONNX Runtime leaves out a cast to float16 that another one follows, and stays finite.
+    feeds: all inputs, weights too.
+    """
+    makers = _makers(model)
+    wide = widened(model, TensorProto.FLOAT16)
+    prefix = "float16"  # of names, which no exported graph has
+    constants = {f"{prefix} largest": LARGEST, f"{prefix} infinity": np.inf}
+    for name, number in constants.items():
+        wide.graph.initializer.append(numpy_helper.from_array(np.array(number, np.float32), name))
+    largest, infinity = constants
+    nodes = []
+    for node in wide.graph.node:
+        nodes.append(node)
+        for place, name in enumerate(node.output):
+            if name not in makers:
+                continue
+            in_float32 = f"{prefix} {name}"
+            node.output[place] = in_float32
+            nodes.append(helper.make_node("Abs", [in_float32], [f"{in_float32} magnitude"]))
+            nodes.append(helper.make_node("Greater", [f"{in_float32} magnitude", largest], [f"{in_float32} exceeds"]))
+            nodes.append(helper.make_node("Where", [f"{in_float32} exceeds", infinity, in_float32], [name]))
+    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    del wide.graph.node[:]
+    wide.graph.node.extend(copies)
+    outputs = [value.name for value in wide.graph.output]
+    return dict(zip(outputs, open_session(wide.SerializeToString()).run(outputs, _in_float32(feeds)), strict=True))
+
+
+def _makers(model: onnx.ModelProto) -> dict[str, str]:
+    """Return {value that a node gives in float16: the node's operator}."""
+    inferred = onnx.shape_inference.infer_shapes(model).graph
+    halves = set()
+    for value in (*inferred.value_info, *inferred.output):
+        if value.type.tensor_type.elem_type == TensorProto.FLOAT16:
+            halves.add(value.name)
+    makers: dict[str, str] = {}
+    for node in model.graph.node:
+        makers.update((name, node.op_type) for name in node.output if name in halves)
+    return makers
+
+
+def _in_float32(feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    wide = dict(feeds)
+    for name, array in feeds.items():
+        if array.dtype == np.float16:
+            wide[name] = array.astype(np.float32)
+    return wide

@@ -9,8 +9,19 @@ import numpy as np
 import pytest
 
 from lockstep.artifacts.reports import TensorError
-from lockstep.onnx_tools.judge import Bound, Spread, max_abs_error, measure, peak, row_scale, spread, within, wrong
-from lockstep.tolerances import ENGINE, NOISE, ROUNDING, Tolerances
+from lockstep.onnx_tools.judge import (
+    Bound,
+    Spread,
+    beside_noise,
+    max_abs_error,
+    measure,
+    peak,
+    row_scale,
+    spread,
+    within,
+    wrong,
+)
+from lockstep.tolerances import ENGINE, ENOUGH, FEW_ROWS, NOISE, ROUNDING, Tolerances
 from lockstep.verify.validate.parity import embedding_error
 
 EXPECTED = np.array([[0.5, -3.0], [2.0, 0.0]], np.float32)
@@ -71,6 +82,20 @@ def test_an_error_everywhere_is_held_to_less_than_one_number() -> None:
     assert wrong("key", measure(expected, expected + array, bound)) is None
     assert "an error of at most" in (wrong("key", measure(expected, expected + 2 * array, bound)) or "")
     assert "an rms error of at most" in (wrong("key", measure(expected, expected + all_of_them, bound)) or "")
+
+
+def test_the_rms_of_few_rows_may_be_more_as_it_depends_on_single_roundings() -> None:
+    noise = Spread(0.01, 0.002)
+
+    def passes(rows: int, rms_error: float) -> bool:
+        expected = np.ones((rows, 10))
+        error = beside_noise("key", expected, expected + rms_error, noise, Tolerances("fp16"))
+        return wrong("key", error) is None
+
+    bound = NOISE / 3 * noise.rms
+    assert passes(1, 1.1 * bound) and passes(ENOUGH, 0.9 * bound)
+    assert not passes(ENOUGH, 1.1 * bound)
+    assert not passes(1, 1.1 * FEW_ROWS * bound)
 
 
 def test_bounds_are_of_a_precision_and_a_backend() -> None:
