@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks import options
 from benchmarks.measure import deliver, read_json, surroundings, write_json
-from benchmarks.models import BROKEN, PACKAGES, ask_child
+from benchmarks.models import BROKEN, GPU_BACKENDS, PACKAGES, ask_child, gpu_record, write_page
 from benchmarks.published import FAMILIES
 from lockstep import InputError
 from lockstep.artifacts.files import sha256_json
@@ -30,7 +30,7 @@ from lockstep.provenance.code_identity import code_digests
 
 OPTIONS = (
     options.Option("names", metavar="[FAMILY]...", many=True),
-    options.choice("--backend", "cuda", "tensorrt", "tensorrt_rtx"),
+    options.choice("--backend", *GPU_BACKENDS),
     options.Option("--precisions", "With commas between them.", "fp16"),
     options.number("--jobs", 1, "Families tried at a time."),
     options.number("--seconds", 36000, "No family is tried for longer than until then."), options.WRITE,
@@ -47,7 +47,7 @@ def main(names: Sequence[str], backend: str, precisions: str, jobs: int, seconds
         raise InputError(f"expected families ({', '.join([*FAMILIES][:3])} ...), found {', '.join(unknown)}")
     record: dict[str, Any] = {"benchmark": f"families-{backend}", **surroundings(*PACKAGES, threads=1), "families": {}}
     code = sha256_json(code_digests("cli.main"))[:12]
-    path = None if write is None else write / "bench" / f"{record['benchmark']}.json"
+    path = None if write is None else gpu_record(write, backend)
     if path is not None and path.is_file():
         earlier = read_json(path)
         if earlier["versions"] == record["versions"]:
@@ -79,7 +79,14 @@ def main(names: Sequence[str], backend: str, precisions: str, jobs: int, seconds
                 of_other_code.append((name, precision))
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(lambda case: measure(*case), missing + of_other_code))
-    deliver(record, write)
+    if write is None or path is None:
+        deliver(record, None)
+    else:
+        write_json(path, record)
+        print(path)
+        cpu_record = write / "bench" / "models.json"
+        if cpu_record.is_file():
+            print(write_page(read_json(cpu_record), write))
     for precision in precisions.split(","):
         results = Counter(rows[precision]["result"] for rows in families.values() if precision in rows)
         print(precision, ", ".join(f"{count} {result}" for result, count in results.most_common()), file=sys.stderr)

@@ -36,6 +36,7 @@ OPTIONS = (
     options.Option("names", metavar="[FAMILY]...", many=True),
     options.number("--jobs", 1, "Models tried at a time."), options.WRITE,
 )  # fmt: skip
+GPU_BACKENDS = ("cuda", "tensorrt", "tensorrt_rtx")
 PACKAGES = ("onnx", "onnxruntime", "onnxscript", "torch", "transformers")
 WORKS = "works"
 REFUSED = "refused"
@@ -77,7 +78,7 @@ def main(names: Sequence[str], jobs: int, write: Path | None) -> None:
         record = _with_earlier_rows(record, write / "bench" / "models.json")
     deliver(record, write)
     if write is not None:
-        print(write_page(record, write / "models.md"))
+        print(write_page(record, write))
 
 
 def run(
@@ -135,6 +136,11 @@ def _in_a_process(context: Any, name: str) -> dict[str, Any]:
     return record | {"seconds": round(time.perf_counter() - began, 1)}
 
 
+def gpu_record(records: Path, backend: str) -> Path:
+    """Return the record of `families-gpu` in a folder of records."""
+    return records / "gpu" / f"{backend}-published.json"
+
+
 def ask_child(
     context: Any, target: Callable[..., None], arguments: tuple[Any, ...], seconds: float
 ) -> tuple[dict[str, Any] | None, int | None, bool]:
@@ -172,8 +178,8 @@ def _child(name: str, send: Any) -> None:
         send.send(try_family(name, Path(folder)))
 
 
-def write_page(report: dict[str, Any], path: Path) -> Path:
-    """Write the report as a page for people."""
+def write_page(report: dict[str, Any], records: Path) -> Path:
+    """Write models.md: the report, and what `families-gpu` left in the same folder of records."""
     versions = report["versions"]
     lines = [
         "# Which models work",
@@ -193,7 +199,9 @@ def write_page(report: dict[str, Any], path: Path) -> Path:
         ),
         "",
         *_families(report["families"]),
+        *_on_a_gpu(records),
     ]
+    path = records / "models.md"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines).rstrip() + "\n")
     return path
@@ -232,6 +240,47 @@ def _families(families: Mapping[str, dict[str, Any]]) -> list[str]:
         lines.append(f"| {' | '.join(cells + [''] * (9 - len(cells)))} |")
         notes += [f"| {name} | {_cell(family[key])} |" for key in ("reason", "not_read") if key in family]
     return [*lines, "", "| family | reason |", "|---|---|", *notes, ""] if notes else [*lines, ""]
+
+
+def _on_a_gpu(records: Path) -> list[str]:
+    """Return a table of the families on the GPU backends that have a record."""
+    columns = {}
+    for backend in GPU_BACKENDS:
+        path = gpu_record(records, backend)
+        if not path.is_file():
+            continue
+        families = json.loads(path.read_text())["families"]
+        for precision in sorted({precision for row in families.values() for precision in row}):
+            rows = {name: row[precision] for name, row in families.items() if precision in row}
+            columns[f"{backend} {precision}"] = rows
+    if not columns:
+        return []
+    text = (
+        "`python -m benchmarks families-gpu`: all stages as above, then logits in company and alone. Numbers are the "
+        "largest error relative to transformers in fp32, in units of the logits' standard deviation; in parentheses "
+        "that of transformers' own model in this precision. On `cuda` the logits of a request alone must have the bits "
+        "that they have in company. Empty: not tried."
+    )
+    lines = ["## On a GPU", "", paragraph(text), ""]
+    for column, rows in columns.items():
+        counts = Counter(row["result"] for row in rows.values())
+        lines.append(f"- {column}: {', '.join(f'{count} {result}' for result, count in counts.most_common())}")
+    lines += ["", f"| family | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
+    notes = []
+    for name in FAMILIES:
+        cells = [name]
+        for column, rows in columns.items():
+            row = rows.get(name, {})
+            cell = row.get("result", "")
+            if cell == WORKS:
+                cell = f"{row['logit_error']:.2g} ({row['transformers_error']:.2g})"
+            elif cell not in ("", REFUSED):
+                notes.append(f"| {name}, {column} | {_cell(row['reason'])} |")
+            cells.append(cell)
+        lines.append(f"| {' | '.join(cells)} |")
+    if notes:
+        lines += ["", "| family | what failed |", "|---|---|", *notes]
+    return lines
 
 
 def _cell(text: str) -> str:
