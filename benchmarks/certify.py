@@ -73,12 +73,12 @@ def _recorded(
         name, url, served = text.split("=", 2)
         server = Endpoint(url, served, None, 60, 0)
         yield name, "", [server.ask(question, LISTED[0]) for question in questions]
-    from benchmarks.certify_faults import FAULTS, logits_of
+    from benchmarks import certify_faults  # loads torch
 
-    for dtype in ("float32", "float16", "bfloat16"):
-        yield f"transformers {dtype}", "", _replies(questions, logits_of(model, questions, dtype, ""), "")
-    for fault in FAULTS:
-        yield "transformers bfloat16", fault, _replies(questions, logits_of(model, questions, "bfloat16", fault), fault)
+    for dtype in certify_faults.DTYPES:
+        for fault in ("", *certify_faults.FAULTS):
+            logits = certify_faults.logits_of(model, questions, dtype, fault)
+            yield f"transformers {dtype}", fault, _replies(questions, logits, fault)
 
 
 def _replies(questions: Sequence[Question], logits: np.ndarray, fault: str) -> list[Reply]:

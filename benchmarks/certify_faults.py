@@ -55,6 +55,7 @@ _WEIGHTS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 _ROPE = "RoPE scaled by 4"
 _TRUNCATED = f"the last {_KEPT} tokens alone"
 _TEMPLATE = "another chat template"
+DTYPES = ("float32", "float16", "bfloat16")
 FAULTS = (*_WEIGHTS, _ROPE, _TRUNCATED, _TEMPLATE, DRAWN, PENALTY)
 
 

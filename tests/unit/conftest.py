@@ -87,6 +87,22 @@ def references(demo: Results, shared: Shared) -> Results:
 
 
 @pytest.fixture(scope="session")
+def hypotheses(references: Results, shared: Shared) -> Path:
+    """Return the folder of "demo-llama" with hypotheses on an endpoint of it, of few questions. Read only."""
+    from lockstep.certify.tables import make_hypotheses  # loads torch
+
+    def make(folder: Path) -> None:
+        shutil.copytree(references.root, folder, dirs_exist_ok=True, copy_function=os.link)
+        results = Results(folder)
+        out = folder / "demo-llama" / "hypotheses" / "all.json"
+        out.parent.mkdir()
+        reference = results.reference("demo-llama", "all")
+        make_hypotheses(results.checkpoint("demo-llama"), reference, out, completions=60)
+
+    return shared.folder("hypotheses", make) / "demo-llama"
+
+
+@pytest.fixture(scope="session")
 def server(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
     """Serve the demo in fp32, for all tests that leave the server as it is; who needs options starts another."""
     with RealServer(make_tree(tmp_path_factory.mktemp("server") / "results", demo)) as running:

@@ -13,7 +13,19 @@ from unittest.mock import create_autospec
 import numpy as np
 import pytest
 import test_soak
-from benchmarks import adapters, batches, cold, gpu, gpu_transformers, invariance, serving, speculation, speculation_gpu
+from benchmarks import (
+    adapters,
+    batches,
+    certify,
+    certify_faults,
+    cold,
+    gpu,
+    gpu_transformers,
+    invariance,
+    serving,
+    speculation,
+    speculation_gpu,
+)  # fmt: skip
 from benchmarks.__main__ import bench
 from benchmarks.cold import function_named
 from benchmarks.measure import THREADS_VARIABLE, thread_count
@@ -168,6 +180,13 @@ def _without_processes(case: Here) -> None:
     case.smaller(serving, Server=ServerStandIn, STREAMS_PROMPT=4, STREAMS_NEW=2)
     case.smaller(serving, load=create_autospec(serving.load, return_value={"ttft_p50_ms": 1.0}))
     case.smaller(serving, long_prompt=create_autospec(serving.long_prompt, return_value={}))
+
+
+@starts("certify", "rows")
+def _(case: Here) -> Sequence[Any]:
+    case.smaller(certify, POWER_DRAWS=2)
+    case.smaller(certify_faults, DTYPES=("bfloat16",), FAULTS=("fp8 by tensors",))
+    return "--model", case.request.getfixturevalue("hypotheses"), "--draws", 2
 
 
 @starts("serving", "models tiny streams 1 bare_tokens_per_second")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,6 @@ from lockstep.certify.likelihood import PUBLISHED, members
 from lockstep.certify.run import AS_PUBLISHED, certify, holds, line, read_tables
 from lockstep.cli.main import main
 from lockstep.errors import InputError
-from lockstep.targets import Results
 from real_server import RealServer
 
 pytestmark = pytest.mark.exports
@@ -27,7 +25,7 @@ def endpoint(server: RealServer, path: str = "/v1", model: str = "demo-llama") -
 
 
 def test_a_server_of_the_model_is_as_published(server: RealServer, hypotheses: Path, tmp_path: Path) -> None:
-    certificate = certify(endpoint(server), "demo-llama", hypotheses, 200)
+    certificate = certify(endpoint(server), "demo-llama", hypotheses / "hypotheses" / "all.json", 200)
     assert (certificate.verdict, certificate.best) == (AS_PUBLISHED, PUBLISHED), line(certificate)
     assert {"int4", "fp8", "truncated context", "another revision or model"} <= {*certificate.excluded}
     assert certificate.evidence == "log-probabilities of up to 20 tokens"
@@ -37,18 +35,21 @@ def test_a_server_of_the_model_is_as_published(server: RealServer, hypotheses: P
     assert Certificate.load(tmp_path / "certificate.json") == certificate
 
 
-def test_the_command_writes_a_page_and_a_signed_statement(
-    server: RealServer, references: Results, hypotheses: Path, tmp_path: Path
-) -> None:
-    model = tmp_path / "demo-llama"
-    shutil.copytree(references.reference("demo-llama", "all").parent, model / "reference")
-    shutil.copytree(hypotheses.parent, model / "hypotheses")
+def test_the_command_writes_a_page_and_a_signed_statement(server: RealServer, hypotheses: Path, tmp_path: Path) -> None:
     out, page = tmp_path / "certificate.json", tmp_path / "certificate.html"
     private, public = tmp_path / "signer.key", tmp_path / "signer.pub"
     make = "openssl", "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", private
     subprocess.run(make, check=True, capture_output=True)
     subprocess.run(["openssl", "ec", "-in", private, "-pubout", "-out", public], check=True, capture_output=True)
-    command = ["certify", f"{server.url}/v1", "--model", "demo-llama", "--golden", model / "reference", "--no-company"]
+    command = [
+        "certify",
+        f"{server.url}/v1",
+        "--model",
+        "demo-llama",
+        "--golden",
+        hypotheses / "reference",
+        "--no-company",
+    ]
     result = CliRunner().invoke(
         main, [*map(str, command), "--out", str(out), "--page", str(page), "--sign-key", str(private)]
     )
@@ -64,8 +65,9 @@ def test_the_command_writes_a_page_and_a_signed_statement(
 
 
 def test_questions_are_prompts_of_golden_and_chats(hypotheses: Path) -> None:
-    document = Hypotheses.load(hypotheses)
-    tables = read_tables(hypotheses, document)
+    path = hypotheses / "hypotheses" / "all.json"
+    document = Hypotheses.load(path)
+    tables = read_tables(path, document)
     assert {question.kind for question in document.questions} == {"completion", CHAT}
     assert len(tables.values[PUBLISHED]) == len(document.questions)
     assert {"int8", "int4", "fp8", "another template"} <= {member.hypothesis for member in members(tables)}
@@ -80,4 +82,4 @@ def test_questions_are_prompts_of_golden_and_chats(hypotheses: Path) -> None:
 )
 def test_a_wrong_name_is_one_line(server: RealServer, hypotheses: Path, path: str, model: str, words: str) -> None:
     with pytest.raises(InputError, match=words):
-        certify(endpoint(server, path, model), model, hypotheses, 10)
+        certify(endpoint(server, path, model), model, hypotheses / "hypotheses" / "all.json", 10)
