@@ -8,6 +8,7 @@ any token; answers drawn from the model; long texts of these; and chats, where t
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,7 +144,7 @@ def _chat(tokenizer: PreTrainedTokenizerBase, text: str, system: str = "", opens
     messages = [{"role": "user", "content": text}]
     if system:
         messages.insert(0, {"role": "system", "content": system})
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=opens, return_dict=False)
+    ids: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=opens, return_dict=False)
     return _Cut(CHAT, text, tuple(ids), len(ids))
 
 
@@ -203,7 +204,7 @@ def _hypotheses(
         for name in ("none", "with a system message", "without its end"):
             rewritten = [_with_template(tokenizer, cut, name) for cut in cuts]
             if rewritten != list(cuts):
-                yield f"another template / {name}", lambda rewritten=rewritten: _logits(model, rewritten)
+                yield f"another template / {name}", functools.partial(_logits, model, rewritten)
 
 
 def _with_template(tokenizer: PreTrainedTokenizerBase, cut: _Cut, name: str) -> _Cut:
@@ -286,7 +287,7 @@ def _kv_cache(model: PreTrainedModel) -> Iterator[None]:
 def _rope(model: PreTrainedModel, changed: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """Run a model with other RoPE frequencies. changed: of its own, and of the exponents 0, 2 / d, 4 / d, ..."""
     modules = [module for module in model.modules() if isinstance(getattr(module, "inv_freq", None), torch.Tensor)]
-    kept = [module.inv_freq for module in modules]
+    kept: list[Any] = [module.inv_freq for module in modules]
     for module, own in zip(modules, kept):
         module.inv_freq = changed(own, torch.arange(len(own)) / len(own))
     yield

@@ -41,18 +41,9 @@ def test_the_command_writes_a_page_and_a_signed_statement(server: RealServer, hy
     make = "openssl", "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", private
     subprocess.run(make, check=True, capture_output=True)
     subprocess.run(["openssl", "ec", "-in", private, "-pubout", "-out", public], check=True, capture_output=True)
-    command = [
-        "certify",
-        f"{server.url}/v1",
-        "--model",
-        "demo-llama",
-        "--golden",
-        hypotheses / "reference",
-        "--no-company",
-    ]
-    result = CliRunner().invoke(
-        main, [*map(str, command), "--out", str(out), "--page", str(page), "--sign-key", str(private)]
-    )
+    asked = "certify", f"{server.url}/v1", "--model", "demo-llama", "--golden", hypotheses / "reference", "--no-company"
+    written = "--out", out, "--page", page, "--sign-key", private
+    result = CliRunner().invoke(main, [*map(str, (*asked, *written))])
     assert result.exit_code == 0, result.output
     assert "demo-llama: as published" in page.read_text()
     read = ["verify", str(out), "--signature", "--key", str(public)]
