@@ -53,6 +53,13 @@ INSIDE = {
     "gpu.ranks.rank": "the same",
     "gpu.runner": "the same",
     "onnx_tools.judge": "how far logits are apart",
+    # `certify`: answers are drawn again, and endpoints imitated, without a server.
+    "artifacts.certificate": "the questions",
+    "certify.client": "what an endpoint answers",
+    "certify.likelihood": "whether answers are an alarm",
+    "certify.run": "the same",
+    "verify.golden.model": "transformers' model to plant faults in",
+    "verify.golden.teacher_forced": "its logits",
     # `models` and `gpu`
     "tolerances": "how far they may be",
 }

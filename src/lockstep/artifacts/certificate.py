@@ -1,4 +1,4 @@
-"""The documents of `lockstep certify`: what hypotheses expect of an endpoint, and what it answered."""
+"""The documents of `lockstep certify`: the expectations of hypotheses, and the answers of an endpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.artifacts.places import FileEntry
 
 COMPLETION = "completion"
 CHAT = "chat"
-EVERY = 8  # answers between two looks at what they tell
+EVERY = 8  # answers between two looks at the evidence
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class Hypotheses(Document):
 
 @dataclass(frozen=True)
 class Certificate(Document):
-    """The verdict on an endpoint, and what it rests on.
+    """The verdict on an endpoint, and its grounds.
 
     verdict: "as published", "differs" or "undecided". best: the likeliest hypothesis. log_likelihoods: natural
     logarithms, relative to the likeliest; trace: these after each `EVERY` answers. excluded: hypotheses that are at
     most 1/2,000 as likely as the best. log_evidence: against "as published", the largest at any look. power:
     {hypothesis: the stated chance that as many requests tell it from the published model}. company: {requests at once:
-    [answers, equal log-probabilities, equal tokens]}. answers: the number of each question, and what was answered.
+    [answers, equal log-probabilities, equal tokens]}. answers: the number of each question, and the answer.
     """
 
     FORMAT: ClassVar[str] = formats.CERTIFICATE

@@ -28,7 +28,7 @@ _PATHS = {CHAT: "/chat/completions"}
 
 
 class NoLogprobs(LockstepError):
-    """The endpoint refuses requests with so many log-probabilities."""
+    """The endpoint refuses requests with this number of log-probabilities."""
 
 
 class TooLong(LockstepError):
@@ -163,7 +163,7 @@ def _reply(text: str, logprobs: Mapping[str, Any]) -> Reply:
         return Reply(text, {})
     token = str(logprobs["tokens"][0])
     top = (logprobs.get("top_logprobs") or [None])[0] or {}
-    found = {str(name): float(value) for name, value in top.items() if value is not None}
+    by_text = {str(name): float(value) for name, value in top.items() if value is not None}
     if (value := (logprobs.get("token_logprobs") or [None])[0]) is not None:
-        found.setdefault(token, float(value))
-    return Reply(token, found)
+        by_text.setdefault(token, float(value))
+    return Reply(token, by_text)

@@ -53,7 +53,7 @@ _TEMPERATURES = (1.0, 0.6)
 
 @dataclass(frozen=True)
 class Tables:
-    """What hypotheses expect: {name: log-probabilities [questions, candidates]}, {precision: rms noise [questions]}.
+    """Expected answers: {name: log-probabilities [questions, candidates]}, {precision: rms noise [questions]}.
 
     -inf: no candidate. A hypothesis' name is what stands before " / " in a table's; "as published" has the first.
     """
@@ -96,7 +96,7 @@ def members(tables: Tables, precisions: Sequence[str] = ("fp32", "fp16", "bf16")
     published = tables.values[PUBLISHED]
     noise = {**tables.noise, "fp32": tables.noise["fp16"]}
     scales = [np.hypot(_LEAST, factor * noise[precision]) for precision in precisions for factor in _KERNELS[precision]]
-    found = [Member(PUBLISHED, published, scale) for scale in scales]
+    all_members = [Member(PUBLISHED, published, scale) for scale in scales]
     everywhere = np.ones(len(published))
     for name, means in tables.values.items():
         if name == PUBLISHED:
@@ -104,19 +104,19 @@ def members(tables: Tables, precisions: Sequence[str] = ("fp32", "fp16", "bf16")
         hypothesis = name.partition(" / ")[0]
         if name == PENALTY:
             # Endpoints give log-probabilities of before the penalty, or of after it.
-            found += [Member(PENALTY, published, scale, means) for scale in scales]
-            found += [Member(PENALTY, means, scale) for scale in scales]
+            all_members += [Member(PENALTY, published, scale, means) for scale in scales]
+            all_members += [Member(PENALTY, means, scale) for scale in scales]
             continue
-        found += [Member(hypothesis, means, scale) for scale in scales]
+        all_members += [Member(hypothesis, means, scale) for scale in scales]
         # Another way of doing the same, as another quantiser, is as far away in another direction.
         away = np.sqrt(np.mean(np.square(_difference(means, published)), axis=1))
-        found += [Member(hypothesis, published, np.hypot(scale, away)) for scale in scales]
+        all_members += [Member(hypothesis, published, np.hypot(scale, away)) for scale in scales]
     for temperature in _TEMPERATURES:
-        found += [Member(SAMPLER, published, scale, None, temperature) for scale in scales]
+        all_members += [Member(SAMPLER, published, scale, None, temperature) for scale in scales]
         processed = _log_softmax(published / temperature)
-        found += [Member(SAMPLER, processed, scale, None) for scale in scales if temperature != 1]
-    found += [Member(OTHER, published, scale * everywhere) for scale in _OTHER]
-    return found
+        all_members += [Member(SAMPLER, processed, scale, None) for scale in scales if temperature != 1]
+    all_members += [Member(OTHER, published, scale * everywhere) for scale in _OTHER]
+    return all_members
 
 
 def log_likelihoods(members: Sequence[Member], answers: Answers) -> np.ndarray:
@@ -127,23 +127,23 @@ def log_likelihoods(members: Sequence[Member], answers: Answers) -> np.ndarray:
 def by_hypothesis(members: Sequence[Member], sums: np.ndarray) -> dict[str, float]:
     """Return {hypothesis: log-likelihood} of sums [members]: of the mean member, of the best published one."""
     names = [member.hypothesis for member in members]
-    found = {}
+    likelihoods = {}
     for name in dict.fromkeys(names):
-        own = sums[[other == name for other in names]]
-        found[name] = float(own.max() if name == PUBLISHED else _log_mean_exp(own))
-    return found
+        of_name = sums[[other == name for other in names]]
+        likelihoods[name] = float(of_name.max() if name == PUBLISHED else _log_mean_exp(of_name))
+    return likelihoods
 
 
 def log_evidence(likelihoods: Mapping[str, float]) -> float:
     """Return the logarithm of the evidence against "as published"."""
-    others = [value for name, value in likelihoods.items() if name != PUBLISHED]
-    return float(_log_mean_exp(np.array(others))) - likelihoods[PUBLISHED]
+    alternatives = [value for name, value in likelihoods.items() if name != PUBLISHED]
+    return float(_log_mean_exp(np.array(alternatives))) - likelihoods[PUBLISHED]
 
 
 def _log_density(member: Member, answers: Answers) -> np.ndarray:
-    given = np.isfinite(answers.values)
-    count = given.sum(axis=1)
-    residuals = np.where(given, answers.values - _floored(member.means), 0.0)
+    is_listed = np.isfinite(answers.values)
+    count = is_listed.sum(axis=1)
+    residuals = np.where(is_listed, answers.values - _floored(member.means), 0.0)
     mean_square = np.square(residuals).sum(axis=1) / np.maximum(count, 1)
     k = 1 + (count - 1) * _SHARE
     variance = np.square(member.scale)
@@ -158,16 +158,16 @@ def _log_density(member: Member, answers: Answers) -> np.ndarray:
 
 def _log_choice(member: Member, answers: Answers) -> np.ndarray:
     rows = np.arange(len(answers.chosen))
-    own = np.where(np.isfinite(answers.values), answers.values, -np.inf)
+    listed = np.where(np.isfinite(answers.values), answers.values, -np.inf)
     has_values = np.isfinite(answers.values).any(axis=1)
     if member.temperature:
-        table = np.where(has_values[:, None], own, member.means) / member.temperature
+        table = np.where(has_values[:, None], listed, member.means) / member.temperature
         probability = np.exp(_log_softmax(table))[rows, answers.chosen]
     else:
         choices = member.means if member.choices is None else member.choices
         probability = np.exp(_log_softmax(choices / (_LOGISTIC * member.scale[:, None])))[rows, answers.chosen]
         if member.choices is None:
-            is_largest = own[rows, answers.chosen] >= own.max(axis=1) - _TIE
+            is_largest = listed[rows, answers.chosen] >= listed.max(axis=1) - _TIE
             probability = np.where(has_values, is_largest, probability)
     probability = np.where(answers.chosen == STRANGE, 0.0, probability)
     floor = np.where(has_values, _OWN_FLOOR, _FLOOR)
@@ -182,8 +182,9 @@ def _log_softmax(table: np.ndarray) -> np.ndarray:
 
 def _difference(means: np.ndarray, published: np.ndarray) -> np.ndarray:
     """Return differences of the candidates that an endpoint lists: the first ones."""
-    one, other = means[:, :_LISTED], published[:, :_LISTED]
-    return np.where(np.isfinite(other), one, 0.0) - np.where(np.isfinite(other), other, 0.0)
+    table = means[:, :_LISTED]
+    first = published[:, :_LISTED]
+    return np.where(np.isfinite(first), table, 0.0) - np.where(np.isfinite(first), first, 0.0)
 
 
 def _floored(table: np.ndarray) -> np.ndarray:
@@ -215,12 +216,12 @@ def alarms(members: Sequence[Member], likelihoods: np.ndarray, requests: int, dr
     """
     random = np.random.default_rng(seed)
     names = np.array([member.hypothesis for member in members])
-    others = [names == name for name in dict.fromkeys(names.tolist()) if name != PUBLISHED]
+    hypotheses = [names == name for name in dict.fromkeys(names.tolist()) if name != PUBLISHED]
     first = np.zeros(draws, int)
     for draw in range(draws):
         drawn = likelihoods[:, random.integers(likelihoods.shape[1], size=(requests // EVERY, EVERY))]
         sums = drawn.sum(axis=2).cumsum(axis=1)
-        families = np.stack([_log_mean_exp(sums[own]) for own in others])
+        families = np.stack([_log_mean_exp(sums[is_of_it]) for is_of_it in hypotheses])
         evidence = _log_mean_exp(families) - sums[names == PUBLISHED].max(axis=0)
         above = np.flatnonzero(evidence >= LIMIT)
         first[draw] = EVERY * (above[0] + 1) if len(above) else 0

@@ -1,8 +1,8 @@
-"""Certify an endpoint: ask until the answers tell which hypothesis they are of.
+"""Certify an endpoint: ask until the answers tell the hypothesis.
 
 In: an endpoint, and hypotheses (`certify.tables`). Out: a certificate. Questions are asked one by one, with as many
-log-probabilities as the endpoint gives, until every hypothesis that so many requests can tell from the published model
-is excluded, or "as published" is, or the requests are used up. What is left of these asks the same questions at once.
+log-probabilities as the endpoint gives, until every hypothesis that the requests can tell from the published model
+is excluded, or "as published" is, or the requests are used up. The remaining ones ask the same questions at once.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ def read_tables(path: Path, hypotheses: Hypotheses) -> Tables:
     data = np.fromfile(file, np.uint8)
     arrays: dict[str, dict[str, np.ndarray]] = {"values": {}, "noise": {}}
     for name, record in read_header(file).items():
-        kind, _, rest = name.partition(".")
+        kind, _, table = name.partition(".")
         numbers = data[record.offset : record.offset + record.length].view(numpy_dtype(record.dtype))
-        arrays[kind][rest] = numbers.reshape(record.shape).astype(np.float64)
+        arrays[kind][table] = numbers.reshape(record.shape).astype(np.float64)
     values = arrays["values"]
     return Tables({PUBLISHED: values.pop(PUBLISHED), **values}, arrays["noise"])
 
 
 @dataclass
-class _Asked:
+class _Answered:
     """Replies to questions: their numbers, and what the endpoint said. members: of all questions."""
 
     questions: Sequence[Question]
@@ -84,13 +84,15 @@ class _Asked:
 
     def weigh(self) -> None:
         """Weigh the replies since the last look."""
+        if self.weighed == len(self.numbers):
+            return
         new = slice(self.weighed, None)
         self.weighed = len(self.numbers)
         numbers = self.numbers[new]
-        own = members(self.tables.at(numbers))
+        all_members = members(self.tables.at(numbers))
         answers = as_answers([self.questions[number] for number in numbers], self.replies[new], self.tables)
-        self.sums = self.sums + log_likelihoods(own, answers).sum(axis=1)
-        self.likelihoods = by_hypothesis(own, self.sums)
+        self.sums = self.sums + log_likelihoods(all_members, answers).sum(axis=1)
+        self.likelihoods = by_hypothesis(all_members, self.sums)
         self.trace.append(self.relative())
         self.evidence = max(self.evidence, log_evidence(self.likelihoods))
 
@@ -131,13 +133,13 @@ def _place(place_of: Mapping[str, int], text: str) -> int:
 
 
 class _Session:
-    """The requests of one certificate. left: how many may still be sent."""
+    """The requests of one certificate. remaining: how many may still be sent."""
 
     def __init__(self, endpoint: Endpoint, questions: Sequence[Question], tables: Tables, requests: int) -> None:
         self.endpoint = endpoint
         self.questions = questions
         self.tables = tables
-        self.left = requests
+        self.remaining = requests
         self.listed: dict[str, int] = {}
         self.skipped: set[str] = set()  # kinds that the endpoint does not serve
         self.notes: dict[str, str] = {}
@@ -146,9 +148,9 @@ class _Session:
         """Return the reply to a question; None where the endpoint does not serve its kind."""
         question = self.questions[number]
         kind = question.kind
-        while kind not in self.skipped and self.left > 0:
+        while kind not in self.skipped and self.remaining > 0:
             listed = self.listed.setdefault(kind, _LISTED[0])
-            self.left -= 1
+            self.remaining -= 1
             try:
                 reply = self.endpoint.ask(question, listed)
             except NoLogprobs:
@@ -160,56 +162,56 @@ class _Session:
             except NotServed as error:
                 self.notes[kind] = str(error)
                 self.skipped.add(kind)
-                if len(self.skipped) == len({each.kind for each in self.questions}):
+                if len(self.skipped) == len({question.kind for question in self.questions}):
                     raise
                 return None
             return reply
         return None
 
-    def alone(self, reserve: int) -> tuple[_Asked, dict[str, float]]:
-        """Ask question by question; return the answers, and the power of so many."""
-        asked = _Asked(self.questions, self.tables)
+    def alone(self, reserve: int) -> tuple[_Answered, dict[str, float]]:
+        """Ask question by question; return the answers, and the power of that number."""
+        answered = _Answered(self.questions, self.tables)
         powers: dict[str, float] = {}
-        total = min(self.left - reserve, len(self.questions))
+        total = min(self.remaining - reserve, len(self.questions))
         for number in steps(range(len(self.questions)), "certify: endpoint", "questions"):
-            if self.left <= reserve:
+            if self.remaining <= reserve:
                 break
             if (reply := self.ask(number)) is None:
                 continue
-            asked.add(number, reply)
-            if len(asked.numbers) == _FIRST:
-                powers = self.power(asked, total)
-            if asked.weighed == len(asked.numbers) and self._is_decided(asked, powers):
+            answered.add(number, reply)
+            if len(answered.numbers) == _FIRST:
+                powers = self.power(answered, total)
+            if answered.weighed == len(answered.numbers) and self._is_decided(answered, powers):
                 break
-        if not asked.numbers:
+        if not answered.numbers:
             raise InputError(f"{self.endpoint.url}: expected answers, found none; raise --requests")
-        asked.weigh()
-        return asked, powers or self.power(asked, total)
+        answered.weigh()
+        return answered, powers or self.power(answered, total)
 
-    def _is_decided(self, asked: _Asked, powers: Mapping[str, float]) -> bool:
-        if asked.evidence >= LIMIT:
-            others = asked.likelihoods.keys() - {asked.best}
-            return others <= set(asked.excluded(asked.best))
+    def _is_decided(self, answered: _Answered, powers: Mapping[str, float]) -> bool:
+        if answered.evidence >= LIMIT:
+            alternatives = answered.likelihoods.keys() - {answered.best}
+            return alternatives <= set(answered.excluded(answered.best))
         telling = {name for name, chance in powers.items() if chance >= _TELLING}
-        return bool(powers) and telling <= set(asked.excluded())
+        return bool(powers) and telling <= set(answered.excluded())
 
-    def power(self, asked: _Asked, total: int) -> dict[str, float]:
+    def power(self, answered: _Answered, total: int) -> dict[str, float]:
         kinds = [number for number, question in enumerate(self.questions) if question.kind not in self.skipped]
-        own = members(self.tables.at(kinds))
-        listed = round(float(np.median([len(reply.logprobs) for reply in asked.replies])))
-        count = sum(member.hypothesis == PUBLISHED for member in own)
-        best = own[int(np.argmax(asked.sums[:count]))]
-        return power(own, best, listed, total)
+        served = members(self.tables.at(kinds))
+        listed = round(float(np.median([len(reply.logprobs) for reply in answered.replies])))
+        count = sum(member.hypothesis == PUBLISHED for member in served)
+        best = served[int(np.argmax(answered.sums[:count]))]
+        return power(served, best, listed, total)
 
-    def company(self, asked: _Asked) -> tuple[_Asked, dict[str, tuple[int, ...]]]:
-        """Ask the questions once more, at once; return the answers to each first, and {at once: what is equal}."""
-        first = dict(zip(asked.numbers, asked.replies))
-        crowded = _Asked(self.questions, self.tables)
+    def company(self, answered: _Answered) -> tuple[_Answered, dict[str, tuple[int, ...]]]:
+        """Ask once more, many at once; return the first answers, and {at once: [answers, equal bits, equal tokens]}."""
+        first = dict(zip(answered.numbers, answered.replies))
+        crowded = _Answered(self.questions, self.tables)
         equal: dict[str, tuple[int, ...]] = {}
         for burst in _BURSTS:
-            if self.left < burst or not first:
+            if self.remaining < burst or not first:
                 break
-            numbers = [asked.numbers[place % len(asked.numbers)] for place in range(burst)]
+            numbers = [answered.numbers[place % len(answered.numbers)] for place in range(burst)]
             with ThreadPoolExecutor(burst) as pool:
                 replies = list(pool.map(self.ask, numbers))
             pairs = [(first[number], reply) for number, reply in zip(numbers, replies) if reply is not None]
@@ -230,11 +232,11 @@ def certify(endpoint: Endpoint, model: str, hypotheses_json: Path, requests: int
     tables = read_tables(hypotheses_json, hypotheses)
     began = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     session = _Session(endpoint, hypotheses.questions, tables, requests)
-    asked, powers = session.alone(min(sum(_BURSTS), requests // 3) if company else 0)
-    crowded, equal = session.company(asked) if company else (_Asked((), tables), {})
-    best = asked.best
-    evidence = asked.evidence
-    excluded = asked.excluded(best)
+    answered, powers = session.alone(min(sum(_BURSTS), requests // 3) if company else 0)
+    crowded, equal = session.company(answered) if company else (_Answered((), tables), {})
+    best = answered.best
+    evidence = answered.evidence
+    excluded = answered.excluded(best)
     telling = {name for name, chance in powers.items() if chance >= _TELLING}
     if evidence >= LIMIT:
         verdict = DIFFERS
@@ -248,7 +250,7 @@ def certify(endpoint: Endpoint, model: str, hypotheses_json: Path, requests: int
         verdict = UNDECIDED
     answers = [
         {"question": number, "text": reply.text, "logprobs": dict(reply.logprobs)}
-        for number, reply in zip(asked.numbers, asked.replies)
+        for number, reply in zip(answered.numbers, answered.replies)
     ]
     return Certificate(
         url=endpoint.url,
@@ -256,12 +258,12 @@ def certify(endpoint: Endpoint, model: str, hypotheses_json: Path, requests: int
         began=began,
         hypotheses=sha256_file(hypotheses_json),
         reference=hypotheses.reference,
-        evidence=_evidence(session, asked),
-        requests=requests - session.left,
+        evidence=_evidence(session, answered),
+        requests=requests - session.remaining,
         verdict=verdict,
         best=best,
-        log_likelihoods=asked.relative(),
-        trace={name: tuple(entry[name] for entry in asked.trace) for name in asked.likelihoods},
+        log_likelihoods=answered.relative(),
+        trace={name: tuple(entry[name] for entry in answered.trace) for name in answered.likelihoods},
         excluded=tuple(excluded),
         log_evidence=evidence,
         power=powers,
@@ -271,8 +273,8 @@ def certify(endpoint: Endpoint, model: str, hypotheses_json: Path, requests: int
     )
 
 
-def _evidence(session: _Session, asked: _Asked) -> str:
-    count = max(len(reply.logprobs) for reply in asked.replies)
+def _evidence(session: _Session, answered: _Answered) -> str:
+    count = max(len(reply.logprobs) for reply in answered.replies)
     if count == 0:
         return "tokens alone"
     return f"log-probabilities of up to {count} tokens"
@@ -290,14 +292,14 @@ def holds(equal: Mapping[str, Sequence[int]]) -> str:
 
 
 def line(certificate: Certificate) -> str:
-    """Return the verdict in one line."""
+    """Return the verdict as a line."""
     if certificate.verdict == DIFFERS:
         words = f"differs: {certificate.best}"
     else:
         words = certificate.verdict
-        left = [name for name in certificate.log_likelihoods if name not in (*certificate.excluded, PUBLISHED)]
-        if left:
-            words += f", {', '.join(left)} not excluded"
+        open_ones = [name for name in certificate.log_likelihoods if name not in (*certificate.excluded, PUBLISHED)]
+        if open_ones:
+            words += f", {', '.join(open_ones)} not excluded"
     return (
         f"{certificate.url} {certificate.model}: {words} ({certificate.requests} requests, {certificate.evidence}; "
         f"at once: {holds(certificate.company)})"

@@ -129,13 +129,13 @@ def _cuts(
 
 
 def _readable(
-    tokenizer: PreTrainedTokenizerBase, places: Sequence[tuple[tuple[int, ...], int]], most: int
+    tokenizer: PreTrainedTokenizerBase, places: Sequence[tuple[tuple[int, ...], int]], limit: int
 ) -> list[_Cut]:
-    """Return the first `most` places, sequences and counts of tokens, whose text leads to their tokens."""
+    """Return the first `limit` places, sequences and counts of tokens, whose text leads to their tokens."""
     cuts: list[_Cut] = []
     for sequence, count in places:
         text = _text(tokenizer, sequence[:count])
-        if len(cuts) < most and tuple(tokenizer(text)["input_ids"]) == sequence[:count]:
+        if len(cuts) < limit and tuple(tokenizer(text)["input_ids"]) == sequence[:count]:
             cuts.append(_Cut(COMPLETION, text, sequence, count))
     return cuts
 
@@ -192,12 +192,15 @@ def _hypotheses(
     yield "fp8 / KV cache", within(_kv_cache(model))
     yield "wrong RoPE scaling", within(_rope(model, lambda frequencies, base: frequencies / 2))
     for base in _BASES:
-        yield f"wrong RoPE scaling / base {base:,.0f}", within(_rope(model, lambda frequencies, own: base**-own))
+        yield (
+            f"wrong RoPE scaling / base {base:,.0f}",
+            within(_rope(model, lambda frequencies, exponents: base**-exponents)),
+        )
     for part in (2, 4):
 
         def cut_short(part: int = part) -> np.ndarray:
-            kept = [_Cut(cut.kind, cut.text, cut.ids[-(-cut.count // part) :], cut.count // part) for cut in cuts]
-            return _logits(model, kept)
+            ends = [_Cut(cut.kind, cut.text, cut.ids[-(-cut.count // part) :], cut.count // part) for cut in cuts]
+            return _logits(model, ends)
 
         yield f"truncated context / 1 of {part}", cut_short
     if any(cut.kind == CHAT for cut in cuts):
@@ -229,8 +232,8 @@ def _logits(model: PreTrainedModel, cuts: Sequence[_Cut]) -> np.ndarray:
     rows = {}
     for sequence in steps(list(by_sequence), "hypotheses: a model", "texts"):
         counts = by_sequence[sequence]
-        found, _ = logits_behind(model, sequence[: max(counts)], counts)
-        rows.update({(sequence, count): row for count, row in found.items()})
+        logits, _ = logits_behind(model, sequence[: max(counts)], counts)
+        rows.update({(sequence, count): row for count, row in logits.items()})
     return np.stack([rows[cut.sequence, cut.count] for cut in cuts])
 
 
@@ -241,7 +244,7 @@ def _weights(
     """Run a model with other weights of its linear layers. rounded: of a weight, and whether it is the head's."""
     head = model.get_output_embeddings()
     linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
-    kept = [module.weight for module in linear]
+    originals = [module.weight for module in linear]
     hooks = []
     for module in linear:
         if rounds_activations and module is not head:
@@ -249,7 +252,7 @@ def _weights(
         weight = torch.from_numpy(rounded(module.weight.detach().numpy(), module is head))
         module.weight = torch.nn.Parameter(weight, requires_grad=False)
     yield
-    for module, parameter in zip(linear, kept):
+    for module, parameter in zip(linear, originals):
         module.weight = parameter
     for hook in hooks:
         hook.remove()
@@ -285,14 +288,14 @@ def _kv_cache(model: PreTrainedModel) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _rope(model: PreTrainedModel, changed: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Run a model with other RoPE frequencies. changed: of its own, and of the exponents 0, 2 / d, 4 / d, ..."""
+    """Run a model with other RoPE frequencies. changed: of its own, and of the exponents 0, 2 / d, 4 / d."""
     modules = [module for module in model.modules() if isinstance(getattr(module, "inv_freq", None), torch.Tensor)]
-    kept: list[Any] = [module.inv_freq for module in modules]
-    for module, own in zip(modules, kept):
-        module.inv_freq = changed(own, torch.arange(len(own)) / len(own))
+    originals: list[Any] = [module.inv_freq for module in modules]
+    for module, frequencies in zip(modules, originals):
+        module.inv_freq = changed(frequencies, torch.arange(len(frequencies)) / len(frequencies))
     yield
-    for module, own in zip(modules, kept):
-        module.inv_freq = own
+    for module, frequencies in zip(modules, originals):
+        module.inv_freq = frequencies
 
 
 def _candidates(rows: Sequence[np.ndarray]) -> list[int]:
@@ -312,6 +315,7 @@ def _table(rows: np.ndarray, candidates: Sequence[Sequence[int]]) -> np.ndarray:
 
 def _penalised(row: np.ndarray, ids: Sequence[int]) -> np.ndarray:
     row = row.copy()
-    seen = np.unique(ids)
-    row[seen] = np.where(row[seen] > 0, row[seen] / _REPETITION_PENALTY, row[seen] * _REPETITION_PENALTY)
+    repeated = np.unique(ids)
+    logits = row[repeated]
+    row[repeated] = np.where(logits > 0, logits / _REPETITION_PENALTY, logits * _REPETITION_PENALTY)
     return row

@@ -16,7 +16,7 @@ from lockstep.errors import CheckError, InputError
 @click.argument("url")
 @click.option("--model", required=True, help="The name that the endpoint has for the model.")
 @click.option("--golden", type=PATH, required=True, help="Golden's reference: results/MODEL/reference.")
-@click.option("--checkpoint", type=FILE, help="Its checkpoint.json.  [default: beside the reference's folder]")
+@click.option("--checkpoint", type=FILE, help="Its checkpoint.json.  [default: next to the reference's folder]")
 @click.option("--layers", default="all", show_default=True, help="Of which layers, where the reference is a folder.")
 @click.option("--requests", type=AT_LEAST_1, default=300, show_default=True, help="Requests to send at most.")
 @click.option("--rate", type=click.FloatRange(min=0), default=0.0, help="Requests a second at most.  [default: any]")
@@ -27,7 +27,7 @@ from lockstep.errors import CheckError, InputError
 @click.option("--no-company", is_flag=True, help="Send no requests at once.")
 @click.option("--out", type=FILE, help="Write the certificate, as JSON.")
 @click.option("--page", type=FILE, help="Write its page, with plots.")
-@click.option("--sign-key", type=FILE, help="Sign a statement of it, beside it, with this private key.")
+@click.option("--sign-key", type=FILE, help="Sign a statement of it with this private key.")
 @JSON
 def certify(
     url: str,
@@ -47,7 +47,7 @@ def certify(
 ) -> None:
     """Tell whether an endpoint of OpenAI's API serves the model that it says.
 
-    URL ends in /v1. Exit code 0: as published; 1: it differs, or so many requests do not tell.
+    URL ends in /v1. Exit code 0: as published; 1: it differs, or is undecided.
     """
     from lockstep.certify.client import Endpoint
     from lockstep.certify.run import AS_PUBLISHED, holds, line

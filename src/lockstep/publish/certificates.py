@@ -14,7 +14,7 @@ from lockstep.publish.signature import envelope_path
 
 
 def sign(path: Path, key: Path) -> Path:
-    """Write the signed statement of a certificate beside it, and return its path."""
+    """Write the signed statement of a certificate next to it, and return its path."""
     certificate = Certificate.load(path)
     parameters = {
         name: getattr(certificate, name)

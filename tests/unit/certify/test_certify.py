@@ -36,14 +36,24 @@ def test_a_server_of_the_model_is_as_published(server: RealServer, hypotheses: P
 
 
 def test_the_command_writes_a_page_and_a_signed_statement(server: RealServer, hypotheses: Path, tmp_path: Path) -> None:
-    out, page = tmp_path / "certificate.json", tmp_path / "certificate.html"
-    private, public = tmp_path / "signer.key", tmp_path / "signer.pub"
+    out = tmp_path / "certificate.json"
+    page = tmp_path / "certificate.html"
+    private = tmp_path / "signer.key"
+    public = tmp_path / "signer.pub"
     make = "openssl", "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", private
     subprocess.run(make, check=True, capture_output=True)
     subprocess.run(["openssl", "ec", "-in", private, "-pubout", "-out", public], check=True, capture_output=True)
-    asked = "certify", f"{server.url}/v1", "--model", "demo-llama", "--golden", hypotheses / "reference", "--no-company"
+    options = (
+        "certify",
+        f"{server.url}/v1",
+        "--model",
+        "demo-llama",
+        "--golden",
+        hypotheses / "reference",
+        "--no-company",
+    )
     written = "--out", out, "--page", page, "--sign-key", private
-    result = CliRunner().invoke(main, [*map(str, (*asked, *written))])
+    result = CliRunner().invoke(main, [*map(str, (*options, *written))])
     assert result.exit_code == 0, result.output
     assert "demo-llama: as published" in page.read_text()
     read = ["verify", str(out), "--signature", "--key", str(public)]

@@ -43,39 +43,39 @@ def tables() -> Tables:
 
 
 def log_ratios(tables: Tables, answers: Answers) -> dict[str, float]:
-    own = members(tables)
-    return by_hypothesis(own, log_likelihoods(own, answers).sum(axis=1))
+    all_members = members(tables)
+    return by_hypothesis(all_members, log_likelihoods(all_members, answers).sum(axis=1))
 
 
 @pytest.mark.parametrize("listed", [0, 1, 5, 20])
 def test_answers_as_published_are_no_alarm(tables: Tables, listed: int) -> None:
-    own = members(tables)
+    all_members = members(tables)
     random = np.random.default_rng(1)
-    for member in own[: sum(member.hypothesis == PUBLISHED for member in own)]:
+    for member in all_members[: sum(member.hypothesis == PUBLISHED for member in all_members)]:
         for _ in range(5):
-            sums = np.cumsum(log_likelihoods(own, simulated(member, listed, random)), axis=1)
-            assert max(log_evidence(by_hypothesis(own, column)) for column in sums[:, ::10].T) < LIMIT
+            sums = np.cumsum(log_likelihoods(all_members, simulated(member, listed, random)), axis=1)
+            assert max(log_evidence(by_hypothesis(all_members, column)) for column in sums[:, ::10].T) < LIMIT
 
 
 @pytest.mark.parametrize("hypothesis", ["int8", "int4", SAMPLER, OTHER])
 @pytest.mark.parametrize("listed", [5, 20])
 def test_each_hypothesis_is_an_alarm_by_its_name(tables: Tables, hypothesis: str, listed: int) -> None:
-    own = members(tables)
-    member = next(member for member in own if member.hypothesis == hypothesis)
+    all_members = members(tables)
+    member = next(member for member in all_members if member.hypothesis == hypothesis)
     answers = simulated(member, listed, np.random.default_rng(2))
-    assert np.mean(alarms(own, log_likelihoods(own, answers), 200, 100) > 0) > 0.9
+    assert np.mean(alarms(all_members, log_likelihoods(all_members, answers), 200, 100) > 0) > 0.9
     ratios = log_ratios(tables, answers)
     assert log_evidence(ratios) > LIMIT
     assert max(ratios, key=lambda name: ratios[name]) == hypothesis
 
 
 def test_tokens_alone_tell_what_is_drawn_but_not_int8(tables: Tables) -> None:
-    own = members(tables)
+    all_members = members(tables)
     random = np.random.default_rng(3)
-    drawn = next(member for member in own if member.temperature)
-    rounded = next(member for member in own if member.hypothesis == "int8")
+    drawn = next(member for member in all_members if member.temperature)
+    rounded = next(member for member in all_members if member.hypothesis == "int8")
     shares = [
-        np.mean(alarms(own, log_likelihoods(own, simulated(member, 0, random)), 200, 50) > 0)
+        np.mean(alarms(all_members, log_likelihoods(all_members, simulated(member, 0, random)), 200, 50) > 0)
         for member in (drawn, rounded)
     ]
     assert shares[0] == 1
@@ -91,10 +91,10 @@ def test_answers_that_are_left_out_change_nothing(tables: Tables) -> None:
     answers = simulated(members(tables)[0], 20, np.random.default_rng(4))
     ratios = log_ratios(tables, answers)
     half = range(0, QUESTIONS, 2)
-    rest = range(1, QUESTIONS, 2)
+    odd = range(1, QUESTIONS, 2)
     parts = []
-    for rows in (half, rest):
-        own = members(tables.at(rows))
+    for rows in (half, odd):
+        all_members = members(tables.at(rows))
         part = Answers(answers.values[list(rows)], answers.chosen[list(rows)])
-        parts.append(log_likelihoods(own, part).sum(axis=1))
+        parts.append(log_likelihoods(all_members, part).sum(axis=1))
     assert by_hypothesis(members(tables), parts[0] + parts[1]) == pytest.approx(ratios)
