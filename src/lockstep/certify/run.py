@@ -212,8 +212,12 @@ class _Session:
             if self.remaining < burst or not first:
                 break
             numbers = [answered.numbers[place % len(answered.numbers)] for place in range(burst)]
-            with ThreadPoolExecutor(burst) as pool:
-                replies = list(pool.map(self.ask, numbers))
+            try:
+                with ThreadPoolExecutor(burst) as pool:
+                    replies = list(pool.map(self.ask, numbers))
+            except InputError as error:  # it takes fewer at once
+                self.notes["at once"] = f"{burst} at once: {error}"
+                break
             pairs = [(first[number], reply) for number, reply in zip(numbers, replies) if reply is not None]
             bits = sum(one == other for one, other in pairs)
             tokens = sum(one.text == other.text for one, other in pairs)
