@@ -53,7 +53,7 @@ def main(model: str, endpoint: Sequence[str], draws: int, write: Path | None) ->
             number = int(np.sum(first > 0))
             rows.append(
                 {"endpoint": name, "fault": fault, "listed": listed, "draws": count, "alarms": number,
-                 "upper": upper_bound(number, count),
+                 "upper": None if fault else upper_bound(number, count),
                  "median_requests": float(np.median(first[first > 0])) if number else None}
             )  # fmt: skip
             print(
