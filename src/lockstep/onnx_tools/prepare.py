@@ -1,9 +1,8 @@
 """Rewrite a canonical graph for a backend, and check that it is the same computation.
 
-In: a graph of the assembly and the backend's options `opset` (None: unchanged) and `fuse_projections`. Out: the graph
-to build, its slots, and for each slot the assembly's slots that it joins. A rewritten graph is compared with the
-canonical one in ONNX Runtime, on random numbers, before anything is built from it; bf16 graphs in fp32, since ONNX
-Runtime has no bf16 on a CPU.
+In: a graph of the assembly and the backend's option `fuse_projections`. Out: the graph to build, its slots, and for
+each slot the assembly's slots that it joins. A rewritten graph is compared with the canonical one in ONNX Runtime, on
+random numbers, before anything is built from it; bf16 graphs in fp32, since ONNX Runtime has no bf16 on a CPU.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from lockstep.errors import CheckError
 from lockstep.onnx_tools.adapted_graphs import IdsAsMask, ShrinkInRows
 from lockstep.onnx_tools.fuse_projections import FuseProjections
 from lockstep.onnx_tools.judge import Bound, measure, peak, wrong
-from lockstep.onnx_tools.lower_opset import Lower
 from lockstep.onnx_tools.signature import io_of
 from lockstep.onnx_tools.toolkit import run_passes
 from lockstep.onnx_tools.widened import widened
@@ -54,19 +52,15 @@ def prepare(
 
     adapter_rows: with adapters' first products as rows of weights, masked (adapted_graphs.py).
 
-    Raises InputError for an unsupported opset or an operator that it lacks, CheckError when the rewritten graph
-    computes something else.
+    Raises CheckError when the rewritten graph computes something else.
     """
     rewritten = model
     parts = {slot.name: [slot.name] for slot in slots}
-    # In this order: `Lower` reads the canonical graph, and adapters' rows are added to weights that are fused already.
-    if options.get("opset") is not None:
-        rewritten = run_passes(rewritten, Lower(options["opset"]))
     if options.get("fuse_projections"):
         fusion = FuseProjections(parts)
         rewritten = run_passes(rewritten, fusion)
         parts = fusion.parts
-    if adapter_rows:
+    if adapter_rows:  # are added to weights that are fused already
         shrinking = ShrinkInRows(parts)
         rewritten = run_passes(rewritten, IdsAsMask(), shrinking)
         parts = shrinking.parts

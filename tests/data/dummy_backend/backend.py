@@ -37,7 +37,7 @@ class DummyBackend(HostBackend):
         return dict(device)
 
     def default_options(self) -> dict[str, Any]:
-        return {"checked": True, "opset": None, "fuse_projections": False}
+        return {"checked": True, "fuse_projections": False}
 
     def graphs(self, assembly: Assembly, options: Mapping[str, Any]) -> Any:
         return assembly.graphs()

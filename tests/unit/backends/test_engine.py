@@ -68,7 +68,7 @@ def test_one_set_covers_every_class_and_kind_and_says_what_it_was_made_for(demo)
     ]  # fmt: skip
     assert manifest["precision"] == "fp16" and manifest["backend_version"] == get_backend("onnxruntime").version()
     assert manifest["device"]["architecture"]
-    assert manifest["options"] == {"optimization_level": "all", "opset": None, "fuse_projections": False}
+    assert manifest["options"] == {"optimization_level": "all", "fuse_projections": False}
 
 
 def test_what_fits_is_not_built_again(copied):
@@ -132,16 +132,9 @@ def test_the_options_are_part_of_the_engine(copied, tmp_path):
         build(copied[0], "onnxruntime", tmp_path / "other" / "engines.json", {"optimization_level": "most"})
     with pytest.raises(
         InputError,
-        match="options of backend onnxruntime: expected only optimization_level, opset, fuse_projections, found level",
+        match="options of backend onnxruntime: expected only optimization_level, fuse_projections, found level",
     ):
         build(copied[0], "onnxruntime", tmp_path / "other" / "engines.json", {"level": "all"})
-
-
-@pytest.mark.parametrize("opset", [18, 0, "17"])
-def test_an_opset_that_nothing_is_lowered_to_is_a_mistake_of_the_user(demo, tmp_path, opset):
-    with pytest.raises(InputError, match=f"opset: expected 17, or none for the graph as it is, found {opset!r}$"):
-        build(demo.assembly("demo-llama", "fp32"), "onnxruntime", tmp_path / "engines.json", {"opset": opset})
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("values", "message"), [
@@ -481,10 +474,10 @@ def test_nothing_of_this_machine_stands_in_a_manifest(demo):
     assert str(Path.home()) not in text and str(demo.root) not in text
 
 
-def test_a_set_of_fused_and_lowered_graphs_gives_the_same_logits(demo, tmp_path):
-    """As a backend asks for that reads opset 17 and runs q, k and v as one product: the checkpoint's tensors are placed
+def test_a_set_of_fused_graphs_gives_the_same_logits(demo, tmp_path):
+    """As a backend asks for that runs q, k and v as one product: the checkpoint's tensors are placed
     side by side."""
-    options = {"opset": 17, "fuse_projections": True}
+    options = {"fuse_projections": True}
     assembly = demo.assembly("demo-llama", "fp32")
     weights = demo.weights("demo-llama", "fp32")
     built = build(assembly, "onnxruntime", tmp_path / "engines.json", options)

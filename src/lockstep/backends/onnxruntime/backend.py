@@ -93,7 +93,7 @@ class OnnxRuntimeBackend(HostBackend):
         return ort.__version__
 
     def default_options(self) -> dict[str, Any]:
-        return {"optimization_level": "all", "opset": None, "fuse_projections": False}
+        return {"optimization_level": "all", "fuse_projections": False}
 
     def build(self, graph_path: Path, out_path: Path, options: Mapping[str, Any]) -> Built:
         from lockstep.backends.onnxruntime.passes import rewrite  # the toolkit is needed only where engines are built

@@ -76,10 +76,7 @@ def _fix(graph: ir.Graph, node: ir.Node) -> bool:
 
 def _axes(node: ir.Node, rank: int) -> list[int]:
     """Return the axes that are summed, sorted; none where they are not constant."""
-    if len(node.inputs) > 1:
-        axes = array_of(node.inputs[1])
-    else:
-        axes = attribute(node, "axes")  # of older opsets
+    axes = array_of(node.inputs[1]) if len(node.inputs) > 1 else None
     if axes is None or not rank:
         return []
     return sorted(int(axis) % rank for axis in np.ravel(axes))

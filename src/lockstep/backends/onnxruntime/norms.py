@@ -48,7 +48,7 @@ def _norms(graph: ir.Graph) -> Iterator[tuple[ir.Value, float, ir.Value, ir.Node
         if tuple(node.op_type for node in chain) != _CHAIN or not is_read_once:
             continue
         _, _, add, mean, power = chain
-        if len(mean.inputs) == 1:  # opset 17, whose axes are an attribute
+        if len(mean.inputs) == 1:  # of all axes
             continue
         constants = [array_of(node.inputs[1]) for node in (add, mean, power)]
         if any(array is None or array.size != 1 for array in constants) or not attribute(mean, "keepdims", 1):

@@ -46,7 +46,7 @@ class OpenVINOBackend(HostBackend):
         return VERSION
 
     def default_options(self) -> dict[str, Any]:
-        return {"opset": None, "fuse_projections": False}
+        return {"fuse_projections": False}
 
     def start(self, folder: Path, manifest: EngineSetManifest, names: Sequence[str]) -> None:
         _require(manifest.precision, str(folder))
