@@ -17,7 +17,8 @@ from typing import Any
 from lockstep.errors import InputError
 
 # The key of a manifest that holds the sha256 of its other entries, so that every reader detects a flipped byte.
-DIGEST_KEY = "sealed_sha256"
+DIGEST_KEY = "entries_sha256"
+_EARLIER_KEY = "sealed_sha256"  # its name until 0.3
 
 
 @contextlib.contextmanager
@@ -148,7 +149,7 @@ def read_json(path: str | os.PathLike, format: str | None = None, absent: str = 
         if isinstance(value, dict):
             file_format = value.get("format")
         if isinstance(file_format, str):
-            digest = value.pop(DIGEST_KEY, None)
+            digest = value.pop(DIGEST_KEY, value.pop(_EARLIER_KEY, None))
         if digest is not None:  # a manifest that a user wrote has none
             content_digest = _digest_of(data, value, digest)  # a ValueError for half a character (a lone surrogate)
     except FileNotFoundError:

@@ -139,7 +139,7 @@ def older(exported, tmp_path):
     (folder / "middle_2.onnx").write_bytes((folder / "middle.onnx").read_bytes())
     assembly = json.loads((folder / "assembly.json").read_text())
     assembly["classes"]["middle_2"] = {**assembly["classes"]["middle"], "graph": "middle_2.onnx"}
-    del assembly["sealed_sha256"]
+    del assembly["entries_sha256"]
     (folder / "assembly.json").write_text(json.dumps(assembly))
     return folder
 

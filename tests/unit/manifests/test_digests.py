@@ -97,10 +97,16 @@ def test_a_manifest_is_given_as_it_was_written(tmp_path: Path) -> None:
     write_json(path, {**json.loads(path.read_text()), "numbers": []})  # an old digest is no part of the content
     assert read_json(path, "f/1")["numbers"] == []
     assert DIGEST_KEY not in read_json(path)
+    earlier = path.read_text().replace(DIGEST_KEY, "sealed_sha256")
+    path.write_text(earlier)
+    assert read_json(path, "f/1") == {"format": "f/1", "numbers": [], "text": "ü"}
+    path.write_text(earlier.replace("ü", "u"))
+    with pytest.raises(InputError, match="the file is damaged"):
+        read_json(path)
 
 
 def test_each_flipped_byte_of_a_manifest_is_refused_or_changes_nothing(tmp_path: Path) -> None:
-    """All bytes, lowest bit: digits become other digits, keys other keys. Only spaces, and the name of the seal, are no
+    """All bytes, lowest bit: digits become other digits, keys other keys. Only spaces and the name of the digest are no
     content."""
     path = tmp_path / "manifest.json"
     value = {"format": "f/1", "num_heads": 8, "file": "entry.onnx", "list": [1, True, None, "x"]}

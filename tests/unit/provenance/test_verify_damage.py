@@ -132,8 +132,8 @@ RAW = {
     "empty": b"", "half a document": None, "null": b"null", "a number": b"7", "a text": b'"text"', "a list": b"[]",
     "an object": b"{}", "not a number": b'{"format": NaN}', "no text": b"\xff\xfe\x00",
     "half a character": b'{"format": "\\ud800"}', "deep": b"[" * 100_000, "deep and whole": b"[" * 900 + b"]" * 900,
-    "a number without end": b"1" * 5000, "a key of no kind": b'{"sealed_sha256": null, "format": null}',
-    "a seal of nothing": b'{"format": "x", "sealed_sha256": {}}',
+    "a number without end": b"1" * 5000, "a key of no kind": b'{"entries_sha256": null, "format": null}',
+    "a digest of nothing": b'{"format": "x", "entries_sha256": {}}',
 }  # fmt: skip
 WRONG = (
     None, 1, "text", ["text"], {"text": None}, {"text": "text"}, [{"sha256": "x", "file": "\0"}],
