@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -37,6 +37,11 @@ def mask_rank(name: str) -> int:
     if not name.startswith(_MASK):
         return 0
     return int(name.removeprefix(_MASK))
+
+
+def is_target(module: str, targets: Collection[str] | None) -> bool:
+    """Return whether a module matches one of `targets` as in PEFT: its whole name or its end. None: all match."""
+    return targets is None or any(module == target or module.endswith(f".{target}") for target in targets)
 
 
 def rows_of(slot: str) -> list[str]:

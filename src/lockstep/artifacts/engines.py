@@ -1,12 +1,12 @@
 """The manifest of an engine set: its files, their sources and the device.
 
 `engines.json` in and out. Types and ranges are checked. `details` of an engine or of the whole set are for the backend
-that wrote them: nothing else reads them.
+that wrote them: nothing else reads them. Some engines read each expert of a stack `[num_experts, ...]` by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
@@ -79,3 +79,16 @@ class EngineSetManifest(Document):
         # `details` of the set and the builder's revision are left out: they do not change what an engine computes.
         keys = ("backend", "backend_version", "options", "engines", "precision")
         return sha256_json({**{key: value[key] for key in keys}, "device": device_key})
+
+
+def expert_slot(stack: str, number: int) -> str:
+    """Return the weight input of one expert, of engines that read each expert of a stack by itself."""
+    return f"{stack}[{number}]"
+
+
+def expert_slots(stack: str, inputs: Container[str]) -> list[str]:
+    """Return the inputs of a stack's experts, in order; none where the stack is one input."""
+    slots: list[str] = []
+    while (slot := expert_slot(stack, len(slots))) in inputs:
+        slots.append(slot)
+    return slots

@@ -93,6 +93,14 @@ def remove_leftovers(path: str | os.PathLike) -> None:
             leftover.unlink(missing_ok=True)
 
 
+def recorded_folder(source: str, folder: Path, out: Path) -> str:
+    """Return the path of a source's folder as the manifest `out` records it: relative to it where the source is."""
+    if os.path.isabs(source):
+        return os.path.abspath(folder)
+    # Real paths, because `..` after a linked folder leads to the parent of the link's target.
+    return Path(os.path.relpath(os.path.realpath(folder), os.path.realpath(out.parent))).as_posix()
+
+
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)

@@ -14,7 +14,7 @@ from typing import Any
 
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.fetched import Fetched, folder_of
-from lockstep.artifacts.files import dump_json, remove_leftovers, sha256_file
+from lockstep.artifacts.files import dump_json, recorded_folder, remove_leftovers, sha256_file
 from lockstep.artifacts.places import StoredFile
 from lockstep.checkpoint.chat_template import read_chat_template, without_default
 from lockstep.checkpoint.fit import check_fit
@@ -130,7 +130,7 @@ def resolve_fetched(source_json: Path, out: Path) -> Path:
 
 
 def _manifest(source: str, folder: Path, out: Path, weights: bool) -> CheckpointManifest:
-    return replace(describe(folder, weights), source=source, folder=_recorded_folder(source, folder, out))
+    return replace(describe(folder, weights), source=source, folder=recorded_folder(source, folder, out))
 
 
 def _save(manifest: CheckpointManifest, out: Path) -> Path:
@@ -191,13 +191,6 @@ def describe(folder: Path, weights: bool = True) -> CheckpointManifest:
         unindexed=checkpoint.unindexed,
         quantization=quantization,
     )
-
-
-def _recorded_folder(source: str, folder: Path, out: Path) -> str:
-    if os.path.isabs(source):
-        return os.path.abspath(folder)
-    # Real paths, because `..` after a linked folder leads to the parent of the link's target.
-    return Path(os.path.relpath(os.path.realpath(folder), os.path.realpath(out.parent))).as_posix()
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

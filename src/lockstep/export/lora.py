@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lockstep.artifacts import quantized
-from lockstep.artifacts.adapters import A_SUFFIX, B_SUFFIX, IDS, LoraSlot, LoraSlots
+from lockstep.artifacts.adapters import A_SUFFIX, B_SUFFIX, IDS, LoraSlot, LoraSlots, is_target
 from lockstep.artifacts.assembly import Assembly
 from lockstep.errors import InputError
 from lockstep.export.canonical import Graph, canonical
@@ -42,11 +42,6 @@ _IN_LAYER = re.compile(r"\.\d+\.")
 def module_of(slot: str) -> str:
     """Return the name of a linear layer within its decoder layer, `self_attn.q_proj`, from its weight's slot."""
     return quantized.module_of(slot.partition(".")[2])
-
-
-def is_target(module: str, targets: Collection[str] | None) -> bool:
-    """Return whether a module matches one of `targets` as in PEFT: its whole name or its end. None: all match."""
-    return targets is None or any(module == target or module.endswith(f".{target}") for target in targets)
 
 
 def with_adapters(

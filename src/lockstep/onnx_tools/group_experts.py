@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from lockstep.artifacts.experts import expert_slot
+from lockstep.artifacts.engines import expert_slot
 from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, add_input
 from lockstep.onnx_tools.values import array_of, attribute, dtype_of, maker, required, sizes_of
 

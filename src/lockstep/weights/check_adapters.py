@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -18,11 +17,11 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from lockstep.artifacts.adapters import CONFIG, WEIGHTS, AdaptedModule, Adapter, AdaptersManifest
+from lockstep.artifacts.adapters import CONFIG, WEIGHTS, AdaptedModule, Adapter, AdaptersManifest, is_target
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.dtypes import FLOAT_DTYPES
 from lockstep.artifacts.fetched import FOLDER, load_if_same_source
-from lockstep.artifacts.files import sha256_file
+from lockstep.artifacts.files import recorded_folder, sha256_file
 from lockstep.artifacts.places import StoredFile, TensorPlace
 from lockstep.checkpoint.language import language_name
 from lockstep.checkpoint.packed import packed_weights, unpacked_places
@@ -88,12 +87,12 @@ def resolve_adapters(
                 f"{checked.rank}; raise max_lora_rank"
             )
         for module in checked.modules:
-            if targets is not None and not any(module == target or module.endswith(f".{target}") for target in targets):
+            if targets is not None and not is_target(module, targets):
                 raise InputError(
                     f"{where}: {folder / WEIGHTS}: expected modules of lora_target_modules ({', '.join(targets)}), "
                     f"found {module}; add it there"
                 )
-        recorded = _recorded_folder(sources[name], folder, out)
+        recorded = recorded_folder(sources[name], folder, out)
         commit = ""
         if folder.name == FOLDER:
             fetched = load_if_same_source(folder.with_name("source.json"), sources[name])
@@ -351,10 +350,3 @@ def _check_finite(path: Path, module: str, place: TensorPlace, where: str) -> No
             f"{where}: {path}: {module}: expected finite numbers, found {non_finite.nans} NaN and "
             f"{non_finite.infinities} infinite; download it again, or use another adapter if it was trained to this"
         )
-
-
-def _recorded_folder(source: str, folder: Path, out: Path) -> str:
-    if os.path.isabs(source):
-        return os.path.abspath(folder)
-    # Real paths, because `..` after a linked folder leads to the parent of the link's target.
-    return Path(os.path.relpath(os.path.realpath(folder), os.path.realpath(out.parent))).as_posix()

@@ -14,13 +14,13 @@ import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.dtypes import COMPUTE_NAMES, FLOAT_DTYPES, PRECISION_DTYPES, QUANTIZATIONS, ROW, base_precision
-from lockstep.artifacts.files import remove_leftovers
+from lockstep.artifacts.files import recorded_folder, remove_leftovers
 from lockstep.artifacts.places import StoredFile, TensorPlace
 from lockstep.artifacts.quantized import QuantizedTensors
 from lockstep.artifacts.weights import WeightsManifest
@@ -183,14 +183,8 @@ class _Pointers:
 
 def _pointers(source: Source, tensors: Mapping[str, TensorPlace], out: Path) -> _Pointers:
     used = {place.file for place in tensors.values()}
-    paths = {name: _recorded_path(source, name, out) for name in sorted(used)}
+    folder = recorded_folder(source.manifest.folder, source.folder, out)
+    paths = {name: str(PurePosixPath(folder, name)) for name in sorted(used)}
     recorded = {file.path: file for file in source.manifest.files}
     files = tuple(replace(recorded[name], path=path) for name, path in paths.items())
     return _Pointers(files, {name: replace(place, file=paths[place.file]) for name, place in tensors.items()})
-
-
-def _recorded_path(source: Source, name: str, out: Path) -> str:
-    if os.path.isabs(source.manifest.folder):
-        return str(source.folder / name)
-    # Real paths, because `..` after a linked folder leads to the parent of the link's target.
-    return Path(os.path.relpath(os.path.realpath(source.folder), os.path.realpath(out.parent)), name).as_posix()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep.artifacts.experts import expert_slots
+from lockstep.artifacts.engines import expert_slots
 from lockstep.artifacts.signature import IO
 from lockstep.weights.reader import Tensors
 from lockstep.weights.slots import check_arrays, slot_array

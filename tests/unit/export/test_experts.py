@@ -20,7 +20,7 @@ from packed_checkpoints import LAYOUTS, write_packed
 
 import lockstep
 from lockstep import Advance, Model, ModelOptions, Results
-from lockstep.artifacts.experts import expert_slot
+from lockstep.artifacts.engines import expert_slot
 from lockstep.artifacts.files import read_json, write_json
 from lockstep.backends.base import get_backend
 from lockstep.export.torch_model import cut_config, float32_tensor, load_tensors
