@@ -19,7 +19,7 @@ from lockstep_serve.service import Service
 from lockstep_serve.settings import EngineOptions, ServiceLimits, ServiceOptions
 
 _MAX_QUEUE = 1000  # all of the check's requests at once
-_START_S = 300.0
+_HANGS_S = 600.0  # what takes longer hangs: a machine may be busy, and speed is not checked
 
 
 class CheckedServer(Service):
@@ -43,6 +43,8 @@ def open_server(files: EngineFiles, name: str) -> CheckedServer:
         files.threads,
         chunk_size=files.chunk_size,
     )
-    limits = ServiceLimits(max_queue=_MAX_QUEUE, start=_START_S)
+    limits = ServiceLimits(
+        max_queue=_MAX_QUEUE, queue_timeout=_HANGS_S, stall=_HANGS_S, start=_HANGS_S, slow_reader=_HANGS_S
+    )
     options = ServiceOptions(name, engine, limits, ChatTemplate.open(files.assembly))
     return CheckedServer(options, Tokenizer.open(files.assembly))

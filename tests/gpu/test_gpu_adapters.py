@@ -87,6 +87,7 @@ def test_steps_without_adapters_run_engines_without_room(models):
 
 def test_engines_compute_what_their_graphs_do(models, tmp_path):
     _, _, precision, engines, assembly, weights = models
-    out = compare.run(assembly, weights, engines, Tolerances(precision), Limits(), tmp_path / "compare.json")
+    tolerances = Tolerances(precision, read_json(engines)["backend"])
+    out = compare.run(assembly, weights, engines, tolerances, Limits(), tmp_path / "compare.json")
     report = read_json(out)
     assert {"middle", "middle.base", "exit", "exit.base"} < set(report["engines"])

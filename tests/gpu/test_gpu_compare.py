@@ -17,7 +17,7 @@ def test_engines_compute_what_their_graphs_do(demo, tmp_path, backend, precision
     assembly = demo.assembly("demo-llama", precision)
     tensors = demo.weights("demo-llama", precision)
     engines = backends.build(assembly, backend, tmp_path / "engines" / "engines.json", options)
-    tolerance = Tolerances(precision)
+    tolerance = Tolerances(precision, backend)
     report = read_json(compare.run(assembly, tensors, engines, tolerance, Limits(), tmp_path / "compare.json"))
     assert set(report["engines"]) == {name for name in read_json(engines)["engines"] if not name.endswith(".rotary")}
     assert {run["profile"] for run in report["engines"]["middle"]["runs"]} == {0, 1, 2}

@@ -161,4 +161,4 @@ def test_logits_are_those_of_onnx_runtime(quantized_demo, tmp_path, backend, pre
 def test_engines_of_e4m3_compute_what_their_graphs_do(quantized_demo, tmp_path, backend):
     assembly, tensors = (of("demo-llama", "w8a8-fp8") for of in (quantized_demo.assembly, quantized_demo.weights))
     engines = backends.build(assembly, backend, tmp_path / "engines" / "engines.json", LIMITS)
-    compare.run(assembly, tensors, engines, Tolerances("w8a8-fp8"), Limits(), tmp_path / "compare.json")
+    compare.run(assembly, tensors, engines, Tolerances("w8a8-fp8", backend), Limits(), tmp_path / "compare.json")

@@ -27,14 +27,18 @@ def e4m3_value(array: np.ndarray) -> ort.OrtValue:
 
 
 class _Session(ort.InferenceSession):
-    """A session that accepts e4m3 arrays too."""
+    """A session that accepts e4m3 arrays too. `run` raises CheckError where the library fails."""
 
     def run(self, output_names: Any, input_feed: Mapping[str, Any], run_options: Any = None) -> Any:
         feeds = dict(input_feed)
         for name, array in input_feed.items():
             if isinstance(array, np.ndarray) and array.dtype.name == E4M3:
                 feeds[name] = e4m3_value(array)
-        return super().run(output_names, feeds, run_options)
+        try:
+            return super().run(output_names, feeds, run_options)
+        except Exception as error:  # ONNX Runtime's errors share no base class
+            failure = f"ONNX Runtime {ort.__version__} cannot run this graph: {' '.join(str(error).split())}"
+            raise CheckError(f"{self.get_modelmeta().graph_name}: {failure}") from error
 
 
 def open_session(model: Path | bytes, threads: int | None = None) -> ort.InferenceSession:

@@ -100,10 +100,8 @@ class Graph:
         check_arrays(str(self.path), "slot", self.slots, weights, dims)
         try:
             arrays = self.session.run(None, {**inputs, **weights})
-        except Exception as error:  # ONNX Runtime's errors share no base class
-            raise CheckError(
-                f"{self.path}: ONNX Runtime cannot run this graph: {' '.join(str(error).split())}"
-            ) from error
+        except CheckError as error:
+            raise CheckError(f"{self.path}: {error}") from error
         outputs = dict(zip([value.name for value in self.session.get_outputs()], arrays))
         check_arrays(str(self.path), "output", self.outputs, outputs, dims)
         return outputs

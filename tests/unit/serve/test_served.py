@@ -23,6 +23,7 @@ from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.targets import Results, Target
 from lockstep.verify.golden.check import check_engines
 from lockstep.verify.served import check as served
+from lockstep.verify.served.server import EngineFiles
 from lockstep.verify.served.tools import calls_tools, tool_call
 from lockstep_serve.answer_reader import AnswerPlan
 from lockstep_serve.checked import open_server
@@ -171,6 +172,15 @@ def test_an_engine_set_that_does_not_open_is_told_in_one_line(tree: Results, gol
             open_server=open_server,
         )  # fmt: skip
     assert "engines.json" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_busy_machine_fails_no_check(tree: Results) -> None:
+    """With 25 processes for each core a request waited for more than the 60 s of `lockstep serve`."""
+    paths = (tree.engines("demo-llama", "fp32", "onnxruntime"), tree.assembly("demo-llama", "fp32"))
+    weights = tree.weights("demo-llama", "fp32")
+    files = EngineFiles(*map(str, (*paths, weights)), "all", asdict(LIMITS), 1, None)
+    limits = open_server(files, "demo-llama").limits
+    assert min(limits.queue_timeout, limits.stall, limits.start, limits.slow_reader) >= 600
 
 
 @pytest.mark.long

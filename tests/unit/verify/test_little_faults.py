@@ -66,21 +66,14 @@ def compared(results: Results, precision: str, backend: str, engines: Path, fact
     opened = EngineSet.open(engines, assembly)
     graph = opened.assembly.classes["middle"]
     pair = Pair(opened, weights, assembly.parent, "middle", graph, LIMITS, 1)
-    right = pair.engine_runner
+    right = pair.run_engine
 
-    def engine(profile: int) -> Any:
-        runner = right(profile)
-        infer = runner.infer_impl
+    def scaled(feed: Any, profile: int) -> dict[str, np.ndarray]:
+        outputs = dict(right(feed, profile))
+        query = outputs["query"].astype(np.float32) * np.float32(factor)
+        return {**outputs, "query": query.astype(outputs["query"].dtype)}
 
-        def scaled(feed: Any) -> dict[str, np.ndarray]:
-            outputs = dict(infer(feed))
-            query = outputs["query"].astype(np.float32) * np.float32(factor)
-            return {**outputs, "query": query.astype(outputs["query"].dtype)}
-
-        runner.infer_impl = scaled
-        return runner
-
-    pair.engine_runner = engine
+    pair.run_engine = scaled
     tolerance = CONFIG.tolerance("demo-llama", precision, backend)
     return pair.compare(tolerance, seconds=0), pair.failures
 

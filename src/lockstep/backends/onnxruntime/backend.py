@@ -284,7 +284,11 @@ class OnnxRuntimeExecutable:
 
         def call(buffers: object = (*inputs.values(), *outputs.values())) -> None:
             """Run the session; `buffers` keeps the memory alive: a binding has addresses only."""
-            run(binding)
+            try:
+                run(binding)
+            except Exception as error:  # ONNX Runtime's errors share no base class
+                failure = f"ONNX Runtime {ort.__version__} cannot run this engine: {' '.join(str(error).split())}"
+                raise CheckError(f"{self.where}: {failure}") from error
 
         return call
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,7 @@ class OpenVINOProgram:
             compiled = CORE.compile_model(model, "CPU", self._properties())
         except RuntimeError as error:
             raise CheckError(f"{self._path}: OpenVINO {VERSION} cannot load this engine: {one_line(error)}") from error
-        return OpenVINOExecutable(compiled, names, arrays, str(self._path))
+        return OpenVINOExecutable(compiled, names, arrays, str(self._path), self._threads)
 
     def _properties(self) -> dict[str, Any]:
         """Return the settings of a compilation; int8 activations are in products with quantised weights only."""
@@ -124,11 +125,17 @@ class OpenVINOExecutable:
     """A compiled model, and the arrays that it may read in place."""
 
     def __init__(
-        self, compiled: Any, names: tuple[Sequence[str], Sequence[str]], arrays: Sequence[np.ndarray], where: str
+        self,
+        compiled: Any,
+        names: tuple[Sequence[str], Sequence[str]],
+        arrays: Sequence[np.ndarray],
+        where: str,
+        threads: int,
     ):
         self.compiled = compiled
         self.bound_arrays = arrays
         self.where = where
+        self._threads = threads
         # By order: a compiled value that is two outputs has the names of both.
         self.inputs = {name: _declared(value) for name, value in zip(names[0], compiled.inputs, strict=True)}
         self.outputs = {name: _declared(value) for name, value in zip(names[1], compiled.outputs, strict=True)}
@@ -137,17 +144,37 @@ class OpenVINOExecutable:
         request = self.compiled.create_infer_request()
         check_bound(inputs, self.inputs, self.where)
         check_bound(outputs, self.outputs, self.where)
-        for index, name in enumerate(self.inputs):
-            request.set_input_tensor(index, tensor_on(inputs[name]))
-        for index, name in enumerate(self.outputs):
-            request.set_output_tensor(index, tensor_on(outputs[name]))
-        infer = request.infer
+        try:
+            for index, name in enumerate(self.inputs):
+                request.set_input_tensor(index, tensor_on(inputs[name]))
+            for index, name in enumerate(self.outputs):
+                request.set_output_tensor(index, tensor_on(outputs[name]))
+        except RuntimeError as error:  # another shape than the engine's
+            raise self._failure(error) from error
+        infer = self._infer(request)
 
         def call(buffers: object = (*inputs.values(), *outputs.values())) -> None:
             """Run the model; `buffers` keeps the memory alive: a request has addresses only."""
-            infer(share_outputs=True)
+            try:
+                infer()
+            except RuntimeError as error:
+                raise self._failure(error) from error
 
         return call
+
+    def _infer(self, request: Any) -> Run:
+        if self._threads > 1:
+            return functools.partial(request.infer, share_outputs=True)
+
+        def infer() -> None:
+            """Wait for the call: in one thread `request.infer` (2026.4.1) returns as if one that failed were done."""
+            request.start_async()
+            request.wait()
+
+        return infer
+
+    def _failure(self, error: RuntimeError) -> CheckError:
+        return CheckError(f"{self.where}: OpenVINO {VERSION} cannot run this engine: {one_line(error)}")
 
 
 def _declared(value: Any) -> Declared:

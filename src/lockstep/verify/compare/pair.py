@@ -5,31 +5,25 @@ An engine set and the name of an engine in; the engine's entry in the report, an
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import onnx
-from polygraphy.backend.base import BaseRunner
-from polygraphy.common import TensorMetadata
-from polygraphy.exception import PolygraphyException
 
 from lockstep.artifacts.assembly import Assembly, BoundBlock, GraphFile
 from lockstep.artifacts.reports import ComparedEngine, ComparedRun, SweptSizes
-from lockstep.artifacts.signature import Signature, concrete_shape
+from lockstep.artifacts.signature import concrete_shape
 from lockstep.backends.engine_set import EngineSet
 from lockstep.backends.graphs import BaseGraph, graph_file
 from lockstep.backends.profiles import profiles
 from lockstep.errors import CheckError
 from lockstep.onnx_tools import judge
 from lockstep.onnx_tools.adapted_graphs import WithoutAdapters
-from lockstep.onnx_tools.comparator import metadata, one_line, quiet
 from lockstep.onnx_tools.judge import rows_of
 from lockstep.onnx_tools.overflow import LARGEST, find_overflow, with_infinities
 from lockstep.onnx_tools.signature import signature_of
@@ -37,7 +31,7 @@ from lockstep.onnx_tools.toolkit import run_passes
 from lockstep.onnx_tools.widened import widened
 from lockstep.progress import steps
 from lockstep.step.activations import with_activations
-from lockstep.step.executable import Executable, run_once
+from lockstep.step.executable import run_once
 from lockstep.targets import Limits
 from lockstep.tolerances import ENOUGH, Tolerances
 from lockstep.verify.compare import inputs
@@ -114,13 +108,11 @@ class Pair:
         tried = list[Trial]()
         worst: ComparedRun | None = None
         try:
-            with quiet(), np.errstate(invalid="ignore", over="ignore"), contextlib.ExitStack() as stack:
+            with np.errstate(invalid="ignore", over="ignore"):
                 runs = [self._run_case(case, tolerance) for case in inputs.cases(self._subject)]
                 sweep = self.sweep()
                 if not self.failures:
-                    tried, worst = self._run_sizes(sweep, tolerance, seconds, stack)
-        except PolygraphyException as error:
-            raise CheckError(f"{self.file}: Polygraphy cannot run this engine: {one_line(error)}") from error
+                    tried, worst = self._run_sizes(sweep, tolerance, seconds)
         finally:
             del self._executable  # frees its device memory now, not when the garbage collector runs
         errors = list(itertools.chain.from_iterable(run.outputs.values() for run in [*runs, worst] if run))
@@ -143,21 +135,23 @@ class Pair:
             largest_number = LARGEST
         return sweep_of(self._subject, self._seed, self._run_graph, self._prefill, largest_number)
 
-    def engine_runner(self, profile: int) -> EngineRunner:
-        return EngineRunner(self._signature, self._executable, profile)
+    def run_engine(self, feed: Arrays, profile: int) -> Arrays:
+        """Return the engine's outputs, in one optimization profile, as the runtime runs it."""
+        sizes: dict[str, int] = {}
+        for io in self._signature.inputs:
+            sizes.update((str(dim), size) for dim, size in zip(io.shape, feed[io.name].shape))
+        like = {io.name: np.empty(concrete_shape(io.shape, sizes), io.numpy_dtype) for io in self._signature.outputs}
+        return run_once(self._executable, feed, like, profile)
 
     def _run_case(self, case: inputs.Case, tolerance: Tolerances) -> ComparedRun:
         feed = inputs.arrays(self._subject, case)
         expected = self._run_graph(feed)
-        with self.engine_runner(case.profile) as engine:
-            outputs = engine.infer(OrderedDict(feed), check_inputs=False)
+        outputs = self.run_engine(feed, case.profile)
         run, lines = self._judged(case, feed, Rows(expected, outputs), tolerance)
         self.failures += lines
         return run
 
-    def _run_sizes(
-        self, sweep: Sweep, tolerance: Tolerances, seconds: float, stack: contextlib.ExitStack
-    ) -> tuple[list[Trial], ComparedRun | None]:
+    def _run_sizes(self, sweep: Sweep, tolerance: Tolerances, seconds: float) -> tuple[list[Trial], ComparedRun | None]:
         """Run the engine at all sizes, until the first is wrong or the time is over.
 
         Returns the trials that were run, and the worst run. Rows with the same bits as in an earlier trial pass.
@@ -166,7 +160,6 @@ class Pair:
         tried = list[Trial]()
         worst = None
         earlier = EarlierRows()
-        runners = dict[int, BaseRunner]()
         all_profiles = profiles(self._model, self._limits)
         for trial in steps(sweep.trials, f"compare {self.name}", "sizes"):
             if time.monotonic() > end:
@@ -174,14 +167,12 @@ class Pair:
             feed = sweep.feed(trial)
             shapes = {name: array.shape for name, array in feed.items()}
             number = next(number for number, profile in enumerate(all_profiles) if inputs.takes(profile, shapes))
-            if number not in runners:
-                runners[number] = stack.enter_context(self.engine_runner(number))
-            outputs = runners[number].infer(OrderedDict(feed), check_inputs=False)
+            outputs = self.run_engine(feed, number)
             tried.append(trial)
             is_row_wise = sweep.is_row_wise and not trial.scaled and not trial.is_far
             if is_row_wise and earlier.has(trial, outputs):
                 continue
-            run = self._judged_size(sweep, trial, number, feed, outputs, runners[number], tolerance)
+            run = self._judged_size(sweep, trial, number, feed, outputs, tolerance)
             if self.failures:
                 return tried, run
             if worst is None or _worse(run, worst):
@@ -191,14 +182,7 @@ class Pair:
         return tried, worst
 
     def _judged_size(
-        self,
-        sweep: Sweep,
-        trial: Trial,
-        profile: int,
-        feed: Arrays,
-        outputs: Arrays,
-        runner: BaseRunner,
-        tolerance: Tolerances,
+        self, sweep: Sweep, trial: Trial, profile: int, feed: Arrays, outputs: Arrays, tolerance: Tolerances
     ) -> ComparedRun:
         """Judge an engine's outputs of a trial; errors are added to `failures`.
 
@@ -223,7 +207,7 @@ class Pair:
                 return run
             for next_trial in next_trials:
                 feed = sweep.feed(next_trial)
-                outputs = runner.infer(OrderedDict(feed), check_inputs=False)
+                outputs = self.run_engine(feed, profile)
                 rows += self._rows(sweep, next_trial, feed, outputs)
             calls += len(next_trials)
 
@@ -297,29 +281,6 @@ class Pair:
         assert self._variant is not None
         model = onnx.load(graph_file(self._folder, self._variant.phases()["prefill"]))
         return widened(model), NoisyRun(model, {}, self._threads)
-
-
-class EngineRunner(BaseRunner):
-    """A Polygraphy runner of an executable with bound weights, on one optimization profile, as the runtime runs it."""
-
-    def __init__(self, signature: Signature, executable: Executable, profile: int):
-        super().__init__(name="engine")
-        self._signature = signature
-        self._executable = executable
-        self._profile = profile
-
-    def get_input_metadata_impl(self) -> TensorMetadata:
-        return metadata(self._signature.inputs)
-
-    def infer_impl(self, feed_dict: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        sizes: dict[str, int] = {}
-        for io in self._signature.inputs:
-            sizes.update((str(dim), size) for dim, size in zip(io.shape, feed_dict[io.name].shape))
-        like = {io.name: np.empty(concrete_shape(io.shape, sizes), io.numpy_dtype) for io in self._signature.outputs}
-        start = time.perf_counter()
-        outputs = run_once(self._executable, feed_dict, like, self._profile)
-        self.inference_time = time.perf_counter() - start  # Polygraphy sums these
-        return outputs
 
 
 def _worse(run: ComparedRun, other: ComparedRun) -> bool:

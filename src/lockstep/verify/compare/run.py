@@ -2,21 +2,17 @@
 
 An engine set with its assembly and weights in; for each engine its error against the graph in ONNX Runtime out.
 
-The graph is the canonical one of the assembly, run unoptimised on a CPU. Graph and engine run in Polygraphy's runners
-on the same inputs, with the weights of one layer: at several sizes of each optimization profile, attention also over
-caches up to the longest (`inputs`), and at all sizes that the limits allow, as far as time allows (`sweep`). A
-`<variant>.rotary` or `<mixer>.state` engine is a graph itself: there is nothing to compare.
+The graph is the canonical one of the assembly, run unoptimised on a CPU. Graph and engine run on the same inputs, with
+the weights of one layer: at several sizes of each optimization profile, attention also over caches up to the longest
+(`inputs`), and at all sizes that the limits allow, as far as time allows (`sweep`). A `<variant>.rotary` or
+`<mixer>.state` engine is a graph itself: there is nothing to compare.
 """
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import onnxruntime
-import polygraphy
 
 from lockstep.artifacts.reports import PASS, ComparedEngine, ComparisonReport
 from lockstep.backends.engine_set import EngineSet
@@ -59,12 +55,11 @@ def run(
     graphs = dict(engines.backend.graphs(assembly, engines.manifest.options))
     compared: dict[str, ComparedEngine] = {}
     failures: list[str] = []
-    with _torch_left_out():
-        names = [name for name in engines.names() if not isinstance(graphs[name], HostGraph)]
-        for name in steps(names, "compare", "engines"):
-            pair = Pair(engines, weights, Path(assembly_json).parent, name, graphs[name], limits, threads, seed)
-            compared[name] = pair.compare(tolerance, seconds)
-            failures += pair.failures[:1]
+    names = [name for name in engines.names() if not isinstance(graphs[name], HostGraph)]
+    for name in steps(names, "compare", "engines"):
+        pair = Pair(engines, weights, Path(assembly_json).parent, name, graphs[name], limits, threads, seed)
+        compared[name] = pair.compare(tolerance, seconds)
+        failures += pair.failures[:1]
     # A set may consist of graphs alone, of which none is compared.
     worst_tolerance = 0.0
     relative_error: float | None = 0.0
@@ -77,11 +72,7 @@ def run(
         backend=engines.backend.name,
         precision=assembly.precision,
         engine_digest=engines.digest(),
-        versions={
-            engines.backend.name: engines.backend.version(),
-            "onnxruntime": onnxruntime.__version__,
-            "polygraphy": polygraphy.__version__,
-        },
+        versions={engines.backend.name: engines.backend.version(), "onnxruntime": onnxruntime.__version__},
         seed=seed,
         tolerance=worst_tolerance,
         engines=compared,
@@ -90,16 +81,3 @@ def run(
     if len(failures) > 1:
         failures[0] += f" ({len(failures) - 1} more of {len(compared)} engines differ)"
     return finish(out, report, next(iter(failures), None))
-
-
-@contextlib.contextmanager
-def _torch_left_out() -> Iterator[None]:
-    """Hide PyTorch, unless it is loaded: Polygraphy would import it, most of a comparison's time."""
-    if "torch" in sys.modules:
-        yield
-        return
-    sys.modules["torch"] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del sys.modules["torch"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -69,17 +70,22 @@ class SamplingCheck:
 
     async def send(self, socket: Path, stream: bool) -> int:
         """Send all requests at once; return how many. stream: as events."""
-        ready = self._server.ready
-        room = ready.max_seq_len
-        cases = Cases(self._prompts, self._expected, self._texts, ready.max_batch_size, room)
-        sent = [self._ask(socket, case, stream) for case in cases.all(ready.prompt_logprobs)]
-        sent.append(self._chat(socket, cases.chat(), room, stream))
+        *cases, chat = self._cases
+        sent = [self._ask(socket, case, stream) for case in cases]
+        sent.append(self._chat(socket, chat, self._server.ready.max_seq_len, stream))
         for error in await asyncio.gather(*sent, return_exceptions=True):
             if isinstance(error, CheckError):
                 self.failures.append(str(error))
             elif error is not None:
                 raise error
         return len(sent)
+
+    @functools.cached_property
+    def _cases(self) -> list[Case]:
+        """The requests, once the server is ready; the last is a chat."""
+        ready = self._server.ready
+        cases = Cases(self._prompts, self._expected, self._texts, ready.max_batch_size, ready.max_seq_len)
+        return [*cases.all(ready.prompt_logprobs), cases.chat()]
 
     async def _ask(self, socket: Path, case: Case, stream: bool) -> None:
         prompts = [list(prompt.prompt_ids) for prompt in case.prompts]
