@@ -178,6 +178,11 @@ def read_json(path: str | os.PathLike, format: str | None = None, absent: str = 
     return value
 
 
+def has_digest(data: bytes) -> bool:
+    """Return whether a document has a digest of its other entries."""
+    return any(f'"{key}"'.encode() in data for key in (DIGEST_KEY, _EARLIER_KEY))
+
+
 def _digest_of(data: bytes, value: Any, expected: Any) -> str:
     """Return the sha256 of a manifest's content. data: the file. value: its JSON without the digest."""
     # A file that nobody edited is canonical but for the line of its digest. Hashing its bytes without that line is much

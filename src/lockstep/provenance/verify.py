@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lockstep.artifacts import formats
-from lockstep.artifacts.files import DIGEST_KEY, describe, read_json
+from lockstep.artifacts.files import describe, has_digest, read_json
 from lockstep.artifacts.statement import SUFFIX, Statement
 from lockstep.artifacts.summary import Summary
 from lockstep.errors import InputError, LockstepError
@@ -120,7 +120,7 @@ def _alone(path: Path, results: Path) -> Finding:
     if path.name.endswith(".build.json") or path.name == "provenance.json":
         return Finding(UNKNOWN, name, "of Lockstep 0.2: `lockstep run` replaces it by a statement")
     try:
-        if path.suffix == ".json" and DIGEST_KEY.encode() in path.read_bytes():
+        if path.suffix == ".json" and has_digest(path.read_bytes()):
             value = read_json(path)
             if isinstance(value, dict) and value.get("format") in _MEASURED:
                 return Finding(SAME, name)

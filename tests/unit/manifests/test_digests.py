@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.artifacts.files import DIGEST_KEY, read_json, sha256_file, write_json
+from lockstep.artifacts.files import DIGEST_KEY, has_digest, read_json, sha256_file, write_json
 from lockstep.errors import InputError
 from lockstep.manifests import digest_cache
 from lockstep.manifests.digest_cache import Expected, check_files
@@ -100,6 +100,7 @@ def test_a_manifest_is_given_as_it_was_written(tmp_path: Path) -> None:
     earlier = path.read_text().replace(DIGEST_KEY, "sealed_sha256")
     path.write_text(earlier)
     assert read_json(path, "f/1") == {"format": "f/1", "numbers": [], "text": "ü"}
+    assert has_digest(path.read_bytes()) and not has_digest(b'{"format": "f/1"}')
     path.write_text(earlier.replace("ü", "u"))
     with pytest.raises(InputError, match="the file is damaged"):
         read_json(path)
