@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import click
-from benchmarks import batches, chart, models, ranks
+from benchmarks import batches, certify, chart, models, ranks
 from benchmarks.__main__ import bench
 from docs import draw_packages
 
@@ -18,7 +18,7 @@ from lockstep_serve.cli.serve import serve
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 RECORDS = REPOSITORY / "records"
-GENERATED = {RECORDS / name for name in ("models.md", "faults.md", "gpu/batches.md", "gpu/ranks.md")}
+GENERATED = {RECORDS / name for name in ("models.md", "faults.md", "certify.md", "gpu/batches.md", "gpu/ranks.md")}
 EVERY_PAGE = [
     *sorted(REPOSITORY.glob("*.md")),
     *sorted((REPOSITORY / "docs").rglob("*.md")),
@@ -103,6 +103,8 @@ def test_generated_pages_are_what_their_records_give(tmp_path: Path) -> None:
     page = models.write_page(read_json(RECORDS / "bench" / "models.json"), tmp_path)
     assert (RECORDS / "models.md").read_text() == page.read_text()
     assert chart.PAGE.read_text(encoding="utf-8") == chart.draw(), "run: python -m benchmarks.chart"
+    certified = read_json(RECORDS / "bench" / "certify.json")
+    assert (RECORDS / "certify.md").read_text() == certify.page(certified["rows"])
     for module, name in ((batches, "batches"), (ranks, "ranks")):
         assert (RECORDS / "gpu" / f"{name}.md").read_text() == module.page(read_json(RECORDS / "gpu" / f"{name}.json"))
 
