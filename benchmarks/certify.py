@@ -75,10 +75,10 @@ def _recorded(
         yield name, "", [server.ask(question, LISTED[0]) for question in questions]
     from benchmarks import certify_faults  # loads torch
 
-    for dtype in certify_faults.DTYPES:
-        for fault in ("", *certify_faults.FAULTS):
-            logits = certify_faults.logits_of(model, questions, dtype, fault)
-            yield f"transformers {dtype}", fault, _replies(questions, logits, fault)
+    dtypes = certify_faults.DTYPES
+    for dtype, fault in (*((dtype, "") for dtype in dtypes), *((dtypes[-1], fault) for fault in certify_faults.FAULTS)):
+        logits = certify_faults.logits_of(model, questions, dtype, fault)
+        yield f"transformers {dtype}", fault, _replies(questions, logits, fault)
 
 
 def _replies(questions: Sequence[Question], logits: np.ndarray, fault: str) -> list[Reply]:
