@@ -45,7 +45,7 @@ def certify(
     sign_key: Path | None,
     as_json: bool,
 ) -> None:
-    """Tell whether an endpoint of OpenAI's API serves the model that it says.
+    """Tell whether an endpoint serves the model that it says.
 
     URL ends in /v1. Exit code 0: as published; 1: it differs, or is undecided.
     """
