@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterable, Iterator
-from typing import TextIO, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TextIO, TypeVar
 
 Item = TypeVar("Item")
 _DELAY_S = 2.0  # shorter work has no line
@@ -27,17 +27,33 @@ def shown_on(descriptor: int) -> Iterator[None]:
             _terminals.pop()
 
 
-def steps(items: Iterable[Item], what: str, unit: str) -> Iterable[Item]:
-    """Return the items, whose iteration is shown."""
+def steps(items: Iterable[Item], what: str, unit: str, total: int | None = None) -> Iterable[Item]:
+    """Return the items, whose iteration is shown. total: how many there are, where `len` does not say it."""
+    if bar := _bar(what, unit, items, total):
+        return bar
+    return items
+
+
+@contextlib.contextmanager
+def counted(total: int, what: str, unit: str) -> Iterator[Callable[[int], object]]:
+    """Show work that is no iteration; call what this gives with the units that are done each time."""
+    bar = _bar(what, unit, None, total)
+    if bar is None:
+        yield lambda units: None
+        return
+    with bar:
+        yield bar.update
+
+
+def _bar(what: str, unit: str, items: Iterable[Any] | None, total: int | None) -> Any:
+    """Return a line of tqdm; None without a terminal."""
     stream = [sys.stderr, *_terminals][-1]
     if not stream.isatty() or os.environ.get("TERM") == "dumb":
-        return items
+        return None
     try:
         from tqdm import tqdm
     except ModuleNotFoundError:  # of the extra `workflow`
-        return items
+        return None
     tqdm.monitor_interval = 0  # no monitor thread
-    shown: Iterable[Item] = tqdm(
-        items, what, unit=f" {unit}", file=stream, leave=False, delay=_DELAY_S, dynamic_ncols=True
-    )
-    return shown
+    options = {"unit": f" {unit}", "file": stream, "leave": False, "delay": _DELAY_S, "dynamic_ncols": True}
+    return tqdm(items, what, total, **options)

@@ -47,6 +47,7 @@ _OF_EACH_RUN = (
     "WorkflowError:\nAt least one job did not complete",
     "host:",
 )
+_TARGET_RULES = ("all", "default")  # which run nothing: their inputs are what a run makes
 _COLOURS = {"pass": "32", "FAIL": "31"}
 
 
@@ -107,8 +108,9 @@ class LogHandler(LogHandlerBase):
             return self._write(self._plain.format(record))
         values = vars(record)
         if event == LogEvent.RUN_INFO:
-            self._total = values["stats"]["total"]
-        elif event == LogEvent.JOB_INFO:
+            stats = values["stats"]
+            self._total = stats["total"] - sum(stats.get(rule, 0) for rule in _TARGET_RULES)
+        elif event == LogEvent.JOB_INFO and values["rule_name"] not in _TARGET_RULES:
             self._jobs[values["jobid"]] = _job(values)
             self._show_running()
         elif event == LogEvent.JOB_FINISHED:
@@ -129,9 +131,9 @@ class LogHandler(LogHandlerBase):
 
     def _end(self, number: int, now: float, failed: bool = False) -> None:
         job = self._jobs.pop(number, None)
-        self._done += 1
-        if job is None or job.rule in ("all", "default"):
+        if job is None:
             return
+        self._done += 1
         self._has_verdict |= failed or job.rule == "summary"
         word = "FAIL"
         figure = ""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -52,10 +54,24 @@ def test_each_job_is_a_line_and_of_a_failed_one_the_end_of_its_log(rules: Path) 
     ended = snakemake(rules, "--keep-going")
     assert ended.returncode == 1
     lines = ended.stderr.splitlines()
-    assert any(re.fullmatch(r"\[[12]/3\] good +good/fp16 +done +\d+ s", line) for line in lines), ended.stderr
-    (failed,) = (number for number, line in enumerate(lines) if re.fullmatch(r"\[[12]/3\] bad +FAIL +\d+ s", line))
+    assert any(re.fullmatch(r"\[[12]/2\] good +good/fp16 +done +\d+ s", line) for line in lines), ended.stderr
+    (failed,) = (number for number, line in enumerate(lines) if re.fullmatch(r"\[[12]/2\] bad +FAIL +\d+ s", line))
     assert lines[failed + 1 : failed + 4] == ["    one", "    lockstep: error: what was expected", "    log: bad.log"]
     assert not any(words in ended.stderr for words in ("jobid", "Building DAG", "config.json")), ended.stderr
+
+
+def test_a_terminal_shows_what_runs_on_a_line_that_does_not_stay(rules: Path) -> None:
+    """And the table does not begin on it: the rule that has the targets as inputs is no job of ours."""
+    (rules / "Snakefile").write_text(RULES.replace(', "bad.txt"', ""))
+    terminal, other_end = os.openpty()
+    termios.tcsetwinsize(other_end, (24, 80))
+    command = [sys.executable, "-m", "snakemake", "--cores", "1", "--logger", "lockstep"]
+    subprocess.run(command, cwd=rules, stderr=other_end, check=True, env={**os.environ, "TERM": "xterm"})
+    text = os.read(terminal, 1 << 16).decode()
+    os.close(terminal)
+    os.close(other_end)
+    assert "\x1b[Kgood good/fp16" in text and "all" not in text, text
+    assert re.search(r"\x1b\[K\[1/1\] good +good/fp16 +done +\d+ s\r\n$", text), text
 
 
 def test_lockstep_run_makes_a_config_from_any_folder_and_ends_with_the_table(demo: Checkout, tmp_path: Path) -> None:

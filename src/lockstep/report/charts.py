@@ -98,8 +98,8 @@ def lines(title: str, x_title: str, names: Sequence[str], series: Mapping[str, S
     return _svg(chart)
 
 
-def bars(title: str, values: Mapping[str, float], form: str) -> Markup:
-    """Draw a bar for each name, in order from the top. form: of a value, as `format` takes it."""
+def bars(title: str, values: Mapping[str, float]) -> Markup:
+    """Draw a bar for each name, in order from the top."""
     import pygal
 
     if not values:
@@ -111,7 +111,7 @@ def bars(title: str, values: Mapping[str, float], form: str) -> Markup:
         show_legend=False,
         show_x_labels=False,
         range=(0, 1.25 * (max(values.values()) or 1)),  # room for the value of the longest bar
-        value_formatter=lambda value: format(value, form),
+        value_formatter=_short,
     )
     names = list(values)[::-1]
     chart.x_labels = names

@@ -56,7 +56,7 @@ def target_charts(name: Target, details: Details, jobs: Sequence[JobState]) -> l
         _errors_by_layer(details),
         _errors_by_position(details),
         _speed_by_requests(details),
-        charts.bars("Memory, MB", sizes, ",.1f"),
+        charts.bars("Memory, MB", sizes),
         _stage_times(needed),
     )
 
@@ -141,7 +141,7 @@ def _stage_times(jobs: Sequence[JobState]) -> Markup:
     seconds = dict.fromkeys(STAGES, 0.0)
     for entry in jobs:
         seconds[entry.job.stage] += entry.seconds or 0.0
-    return charts.bars("Time, s", {stage: time for stage, time in seconds.items() if time}, ",.1f")
+    return charts.bars("Time, s", {stage: time for stage, time in seconds.items() if time})
 
 
 def _job_graph(targets: Sequence[Target], jobs: Sequence[JobState]) -> Markup:

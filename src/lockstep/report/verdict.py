@@ -71,7 +71,7 @@ def advice(summary: Summary) -> list[str]:
         if _speed(fastest) > _speed(best):
             times = _speed(fastest) / _speed(best)
             lines.append(f"Faster, not taken: {fastest.target}, {times:.2f} times, {_why_not_taken(fastest)}")
-        else:
+        elif len(rows) > 1:
             lines.append("Faster: none of those that were measured")
     return lines
 

@@ -17,6 +17,7 @@ import numpy as np
 from lockstep.artifacts.adapters import IDS
 from lockstep.artifacts.assembly import BoundBlock
 from lockstep.onnx_tools.overflow import overflows
+from lockstep.progress import steps
 from lockstep.verify.arrays import concatenate_rows
 from lockstep.verify.graphs import Graphs, stale_cache
 from lockstep.verify.records import LayerRecord, Record
@@ -135,7 +136,7 @@ class Walk:
         layers = self.graphs.layers
         if self._exact:
             layers = layers[: len(self._exact[0].layers)]
-        for index, layer in enumerate(layers):
+        for index, layer in enumerate(steps(layers, "graphs beside PyTorch", "layers")):
             # In most models one value crosses to the next block: the hidden state, which is in the record. Of other
             # values only their effect is compared.
 

@@ -23,6 +23,7 @@ from lockstep.artifacts.files import atomic_path, check_place, disk_room
 from lockstep.artifacts.places import StoredFile, TensorPlace
 from lockstep.artifacts.quantized import QuantizedTensors, data_name, order_name, scales_name, zero_points_name
 from lockstep.errors import InputError
+from lockstep.progress import steps
 from lockstep.weights import e4m3
 from lockstep.weights.groups import integers_of, pack, scales_of
 from lockstep.weights.packed import pack_zero_points
@@ -171,7 +172,7 @@ def _contents(
 ) -> Iterator[memoryview]:
     buffer = np.empty(PIECE_BYTES, np.uint8)
     yield memoryview(opening)
-    for entry in stored:
+    for entry in steps(stored, "weights", "tensors"):
         name = entry.name
         stored_dtype = source.tensors[name].dtype
         if entry.bits is not None:

@@ -20,6 +20,10 @@ with logged(types.SimpleNamespace(log=[sys.argv[1]])):
     for number in progress.steps(range(20), "reference", "tokens"):
         time.sleep(0.02)
     assert number == 19
+    with progress.counted(40, "logits", "rows") as count_done:
+        for number in range(20):
+            time.sleep(0.02)
+            count_done(2)
 """
 
 
@@ -38,6 +42,7 @@ def test_a_job_shows_on_a_terminal_how_far_it_is_and_logs_nothing_of_that(tmp_pa
     os.close(terminal)
     assert "reference" in line
     assert re.search(r"\b1?[1-9]/20 \[00:00<00:00, +[0-9.]+ tokens/s", line), "done, what remains, and the rate"
+    assert re.search(r"logits.*\b[1-3]?[02468]/40 \[00:00<00:00, +[0-9.]+ rows/s", line), "of work that is no loop"
     with open(tmp_path / "stderr", "w+") as no_terminal:
         run(tmp_path / "log", no_terminal.fileno())
     assert not (tmp_path / "stderr").read_text()

@@ -15,6 +15,7 @@ import numpy as np
 
 from lockstep.artifacts.reports import PositionError, Report, TokenDifference
 from lockstep.errors import CheckError, InputError
+from lockstep.progress import steps
 from lockstep.runtime import Decoding, Model, ModelOptions, Request, Speed
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.targets import Limits, Target
@@ -133,7 +134,7 @@ class DecodingCheck:
         decoding = Decoding(self.model, requests, None, self.max_num_tokens)
         decoded = [Decoded() for _ in requests]
         with self._observed():
-            for step in decoding:
+            for step in steps(decoding, "decode", "tokens", sum(request.max_new_tokens for request in requests)):
                 assert step.logits is not None  # each request chooses by itself
                 decoded[step.request].tokens.append(step.token)
                 decoded[step.request].logits.append(step.logits)

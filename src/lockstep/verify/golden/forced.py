@@ -15,6 +15,7 @@ import numpy as np
 
 from lockstep.artifacts.reports import PositionError
 from lockstep.onnx_tools.judge import Bound, measure, wrong
+from lockstep.progress import counted
 from lockstep.runtime import Advance, Model
 from lockstep.tolerances import ENOUGH
 from lockstep.verify.boundaries import PAGE
@@ -160,28 +161,31 @@ def force(
     results = [Errors(request.bounds) for request in requests]
     waiting = deque(_Running(request, errors, 0, deque(request.ends)) for request, errors in zip(requests, results))
     slots: dict[int, _Running] = {}
+    total = sum(request.ends[-1] for request in requests)
     try:
-        while waiting or slots:
-            for slot in range(model.max_batch_size):
-                if waiting and slot not in slots:
-                    slots[slot] = waiting.popleft()
-            advances = list(_advances(slots, max_num_tokens, random))
-            for advance, logits in zip(advances, model.step(advances)):
-                running = slots[advance.slot]
-                running.num_cached += len(advance.tokens)
-                if running.num_cached == running.ends[0]:
-                    running.ends.popleft()
-                if running.num_cached in running.request.keep:
-                    running.request.kept_logits[running.num_cached] = logits.copy()
-                if running.num_cached in running.request.expected:
-                    running.rows[running.num_cached] = logits
-                    if follow is None:
-                        running.judge(running.request.expected)
-                if not running.ends:
-                    if follow is not None:
-                        running.judge(follow(running.request))
-                    model.release(advance.slot)
-                    del slots[advance.slot]
+        with counted(total, "logits of given tokens", "tokens") as count_done:
+            while waiting or slots:
+                for slot in range(model.max_batch_size):
+                    if waiting and slot not in slots:
+                        slots[slot] = waiting.popleft()
+                advances = list(_advances(slots, max_num_tokens, random))
+                for advance, logits in zip(advances, model.step(advances)):
+                    running = slots[advance.slot]
+                    running.num_cached += len(advance.tokens)
+                    count_done(len(advance.tokens))
+                    if running.num_cached == running.ends[0]:
+                        running.ends.popleft()
+                    if running.num_cached in running.request.keep:
+                        running.request.kept_logits[running.num_cached] = logits.copy()
+                    if running.num_cached in running.request.expected:
+                        running.rows[running.num_cached] = logits
+                        if follow is None:
+                            running.judge(running.request.expected)
+                    if not running.ends:
+                        if follow is not None:
+                            running.judge(follow(running.request))
+                        model.release(advance.slot)
+                        del slots[advance.slot]
     finally:
         for slot in slots:
             model.release(slot)
