@@ -16,11 +16,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from lockstep.errors import CheckError, InputError
-from lockstep.step.advance import Advance
+from lockstep.step.advance import Advance, PackedTokens
 from lockstep.step.logits_pipeline import Sampler
 from lockstep.step.network import LayerAttention, Network
 from lockstep.step.observer import Observer
-from lockstep.step.packing import PackedTokens
 from lockstep.step.pages import PAGE_SIZE
 from lockstep.step.sampling import Logprobs
 from lockstep.weights.adapters import AdapterWriter, LoraArrays

@@ -20,8 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lockstep.step.advance import PREVIOUS_TOKEN, Advance
-from lockstep.step.packing import PackedTokens, next_power_of_two, split
+from lockstep.step.advance import PREVIOUS_TOKEN, Advance, PackedTokens, next_power_of_two, split
 
 SMALLEST_CHUNK = 16  # tokens that fused attention pads a chunk to, at least
 LARGEST_BATCH = 4  # prompts in one call of fused attention

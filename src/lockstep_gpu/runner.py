@@ -23,8 +23,8 @@ from typing import NamedTuple
 import numpy as np
 
 from lockstep.errors import CheckError
+from lockstep.step.advance import PackedTokens
 from lockstep.step.network import Network
-from lockstep.step.packing import PackedTokens
 from lockstep_gpu import cuda
 from lockstep_gpu.attention.make import make_tables
 from lockstep_gpu.device import Device

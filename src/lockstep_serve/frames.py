@@ -151,12 +151,13 @@ class Loaded:
 Frame = Open | Add | Abort | Load | Unload | Ready | Failed | Step | Refused | Loaded
 
 
-def _ids(data: bytes) -> np.ndarray:
+def _ids(data: bytes | bytearray) -> np.ndarray:
     return np.frombuffer(data, np.int32)
 
 
 class _Pickler(pickle.Pickler):
-    dispatch_table = {np.ndarray: lambda ids: (_ids, (ids.astype(np.int32, copy=False).tobytes(),))}
+    # The buffer is written to the frame as it is: ids are copied once.
+    dispatch_table = {np.ndarray: lambda ids: (_ids, (pickle.PickleBuffer(np.ascontiguousarray(ids, np.int32).data),))}
 
 
 _ALLOWED: tuple[Any, ...] = (
@@ -176,10 +177,11 @@ class _Unpickler(pickle.Unpickler):
 
 def packed(frame: Frame) -> bytes:
     """Return a frame's bytes."""
-    file = io.BytesIO()
+    file = io.BytesIO(bytes(HEADER.size))
+    file.seek(HEADER.size)
     _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(frame)
-    data = file.getvalue()
-    return HEADER.pack(len(data)) + data
+    HEADER.pack_into(file.getbuffer(), 0, file.tell() - HEADER.size)
+    return file.getvalue()
 
 
 def unpacked(data: bytes) -> Any:

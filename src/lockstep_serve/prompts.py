@@ -73,6 +73,6 @@ def _encode(text: str, tokenizer: Tokenizer, param: str, limit: int, special: bo
                 count += len(tokenizer.encode(text[start : start + piece], special=False))
                 if count > _OVER * limit + LONG:
                     raise wrong_length("prompt", limit, f"more than {_OVER * limit}")
-        return tokenizer.encode(text, special).astype(np.int32)
+        return tokenizer.encode(text, special)
     except InputError as error:
         raise bad_request(error, {"prompt": param}) from None

@@ -14,7 +14,7 @@ import numpy as np
 
 import fp8_pages
 from fake_gpu.device import Fault, Gpu, Waits
-from lockstep.step import greedy
+from lockstep.step import logits_pipeline
 from lockstep.step.logits_pipeline import Sampler
 from lockstep.step.sampling import Sampling
 from lockstep.weights import e4m3
@@ -307,7 +307,7 @@ def largest(gpu: Gpu, count: int, k: SimpleNamespace) -> None:
     slots = gpu.array(k.slots, (count,), "i4")
     part = gpu.array(k.part, (count, k.size), NUMBERS[k.kind])
     for row in np.flatnonzero(slots >= 0).tolist():
-        (token,), (logit,) = greedy.largest(part[row : row + 1], k.first)
+        (token,), (logit,) = logits_pipeline.most_likely_of_shard(part[row : row + 1], k.first)
         record = k.argmax + 8 * row
         gpu.array(record, (1,), "f4")[0] = logit
         gpu.array(record + 4, (1,), "i4")[0] = token
@@ -318,7 +318,7 @@ def choose(gpu: Gpu, count: int, k: SimpleNamespace) -> None:
     slots = gpu.array(k.slots, (count,), "i4").copy()
     positions = _integers(gpu, k.input_positions, k.wide, count).copy()
     records = gpu.array(k.argmax, (count, k.ranks), "i8").copy().view("i4").reshape(count, k.ranks, 2)
-    tokens = greedy.most_likely_of_ranks(
+    tokens = logits_pipeline.most_likely_of_ranks(
         [(records[:, rank, 1], records[:, rank, 0].view("f4")) for rank in range(k.ranks)]
     )
     for row, slot in enumerate(slots.tolist()):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep.runtime.pieces import Pieces
+from lockstep.runtime.text_stream import Pieces
 
 _MAX_CACHED_WORDS = 256
 

@@ -578,7 +578,7 @@ class Engine:
             choice = self.choices[scheduled]
             start = scheduled.num_computed
             if scheduled.in_prompt:
-                tokens = choice.prompt[start : start + count].astype(np.int64)
+                tokens = choice.prompt[start : start + count]
             elif scheduled in unknown:
                 tokens = PREVIOUS_TOKEN
             else:

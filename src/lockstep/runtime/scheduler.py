@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lockstep.errors import InputError
-from lockstep.step.packing import next_power_of_two
+from lockstep.step.advance import next_power_of_two
 from lockstep.step.pages import PAGE_SIZE, PageTables
 from lockstep.step.residency import Residency
 

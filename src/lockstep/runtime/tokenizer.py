@@ -15,8 +15,7 @@ import numpy as np
 from lockstep.artifacts.assembly import TextFiles
 from lockstep.artifacts.files import sha256_file
 from lockstep.errors import CheckError, InputError
-from lockstep.runtime.pieces import Pieces
-from lockstep.runtime.text_stream import TextStream
+from lockstep.runtime.text_stream import Pieces, TextStream
 
 
 @contextlib.contextmanager
@@ -141,7 +140,7 @@ class Tokenizer:
         return cls(tokenizer_path(assembly_json))
 
     def encode(self, text: str, special: bool = True) -> np.ndarray:
-        """Return the token ids of a text, int64 [num_tokens].
+        """Return the token ids of a text, int32 [num_tokens].
 
         special: with the special tokens that the tokenizer adds to a prompt. Raises InputError for text that is not
         valid Unicode, and for text that the tokenizer fails on.
@@ -156,7 +155,7 @@ class Tokenizer:
         with _one_line(f"prompt: expected a text that {self.path} can split, found {text[:40]!r}: "):
             # Unlike `encode` it computes no offsets and releases the GIL.
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
-            return np.array(encoding.ids, np.int64)
+            return np.array(encoding.ids, np.int32)
 
     @functools.cached_property
     def _max_token_characters(self) -> int | None:

@@ -8,15 +8,13 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from lockstep.artifacts.signature import IO, Signature
-from lockstep.step.advance import Advance
+from lockstep.step.advance import Advance, split
 from lockstep.step.executable import Executable, HostExecutable
-from lockstep.step.greedy import most_likely
 from lockstep.step.host_step import Chunk, HostStep, Layout, RowAttention, Rows, Verified
 from lockstep.step.kv_cache import CacheRow, KVCache
-from lockstep.step.logits_pipeline import Row, Sampler, choose
+from lockstep.step.logits_pipeline import Row, Sampler, choose, most_likely
 from lockstep.step.network import Network
 from lockstep.step.observer import Observer
-from lockstep.step.packing import split
 from lockstep.step.pages import PAGE_SIZE, PagePool, PageTables
 from lockstep.step.sampling import Logprobs
 from lockstep.weights.adapters import LoraArrays

@@ -22,12 +22,12 @@ import numpy as np
 
 from lockstep.artifacts.adapters import IDS
 from lockstep.artifacts.signature import IO, concrete_shape
+from lockstep.step.advance import PackedTokens
 from lockstep.step.executable import HostExecutable, Run
-from lockstep.step.greedy import largest, most_likely, most_likely_of_ranks
 from lockstep.step.kv_cache import CacheRow, KVCache
+from lockstep.step.logits_pipeline import most_likely, most_likely_of_ranks, most_likely_of_shard
 from lockstep.step.network import Block, LayerAttention, LayerState, Network
 from lockstep.step.observer import Observer
-from lockstep.step.packing import PackedTokens
 from lockstep.step.ranks import RankBlock
 
 
@@ -203,11 +203,11 @@ class HostStep:
         return self._logits
 
     def most_likely(self) -> np.ndarray:
-        """Return `greedy.most_likely` of the logits, after `run`; sharded logits are not gathered for it."""
+        """Return `most_likely` of the logits, after `run`; sharded logits are not gathered for it."""
         if not self._parts:
             return most_likely(self._logits.astype(np.float32))
         firsts = np.cumsum([0, *(part.shape[1] for part in self._parts)]).tolist()
-        return most_likely_of_ranks([largest(part, first) for part, first in zip(self._parts, firsts)])
+        return most_likely_of_ranks([most_likely_of_shard(part, first) for part, first in zip(self._parts, firsts)])
 
     def run(self, decoded: Mapping[int, np.ndarray]) -> None:
         """Run the step, and write new states. decoded: see `write_decoded`."""

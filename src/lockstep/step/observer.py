@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from lockstep.step.packing import PackedTokens
+from lockstep.step.advance import PackedTokens
 
 
 class Observer(Protocol):

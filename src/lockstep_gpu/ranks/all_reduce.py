@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lockstep.errors import CheckError
-from lockstep.step.packing import next_power_of_two
+from lockstep.step.advance import next_power_of_two
 from lockstep_gpu import cuda
 from lockstep_gpu.device import Device
 from lockstep_gpu.kernels.library import including

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lockstep.step.greedy import largest, most_likely
+from lockstep.step.logits_pipeline import most_likely, most_likely_of_shard
 from lockstep.step.sampling import Sampling
 from lockstep_gpu.sampling_records import LOGPROBS, MASKED, bits_of, count_tokens, read_logprobs
 from next_token_cases import CASES, SAMPLING, ProcessedMix, check_draws, record, rows_of
@@ -187,7 +187,7 @@ def test_what_ranks_tell_of_their_logits_is_what_one_rank_finds(kernel, ranks, c
         part = np.ascontiguousarray(logits[:, rank * columns : (rank + 1) * columns])
         record = np.full((9, 2), -7, np.int32)
         kernel.tell(9, address(part), columns, rank * columns, address(slots), address(record))
-        ids, values = largest(part, rank * columns)
+        ids, values = most_likely_of_shard(part, rank * columns)
         assert record[:, 1].tolist() == [token if slot >= 0 else -7 for token, slot in zip(ids.tolist(), slots)]
         assert np.array_equal(record[:, 0].view(np.float32)[slots >= 0], values[slots >= 0])
         records[:, rank] = record

@@ -21,8 +21,7 @@ from lockstep.artifacts.files import read_json
 from lockstep.backends import build
 from lockstep.errors import CheckError
 from lockstep.runtime import Advance, Engine, Model, ModelOptions, Request, Sampling
-from lockstep.step.greedy import most_likely
-from lockstep.step.logits_pipeline import Sampler
+from lockstep.step.logits_pipeline import Sampler, most_likely
 from lockstep.targets import Results, Target
 from lockstep.verify.golden.check import check_engines
 from shared import Shared

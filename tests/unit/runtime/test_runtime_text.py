@@ -85,8 +85,8 @@ def test_special_tokens_are_silent(byte_fallback):
     assert "".join(streamed(byte_fallback, [1, 260, 2, 261])) == byte_fallback.decode([1, 260, 2, 261]) == "city in"
 
 
-def test_token_ids_are_int64(byte_level):
-    assert byte_level.encode("Light").dtype == np.int64
+def test_token_ids_are_int32(byte_level):
+    assert byte_level.encode("Light").dtype == np.int32
 
 
 def test_a_tokenizer_that_is_absent_changed_or_none_is_refused(demo, tmp_path):

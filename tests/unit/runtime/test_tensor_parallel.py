@@ -34,8 +34,7 @@ from lockstep.export.reference_runner import ReferenceRunner
 from lockstep.export.run import assemble
 from lockstep.export.tracer import meta_model
 from lockstep.runtime import Advance, Model, ModelOptions, Sampling
-from lockstep.step.greedy import largest, most_likely, most_likely_of_ranks
-from lockstep.step.logits_pipeline import Sampler
+from lockstep.step.logits_pipeline import Sampler, most_likely, most_likely_of_ranks, most_likely_of_shard
 from lockstep.targets import Results, Target
 from lockstep.tolerances import Tolerances
 from lockstep.verify import validate
@@ -356,7 +355,7 @@ def test_the_tokens_that_ranks_tell_are_those_of_the_whole_logits(rows: list[lis
     logits = np.array(rows, np.float32).reshape(len(rows), 12)
     for degree in (2, 3, 4):
         parts = np.split(logits, degree, axis=1)
-        results = [largest(part, rank * 12 // degree) for rank, part in enumerate(parts)]
+        results = [most_likely_of_shard(part, rank * 12 // degree) for rank, part in enumerate(parts)]
         with np.errstate(invalid="ignore"):
             assert most_likely_of_ranks(results).tolist() == most_likely(logits).tolist()
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lockstep.step.packing import PackedTokens
+from lockstep.step.advance import PackedTokens
 from lockstep.verify.arrays import concatenate_rows, take_rows
 
 Arrays = dict[str, np.ndarray]
