@@ -13,7 +13,7 @@ from benchmarks.options import Option
 from lockstep.cli.guarded import SETTINGS, GuardedGroup
 
 COMMANDS = (
-    *("export", "models", "decode", "cpu-peers", "adapters", "throughput"),
+    *("export", "models", "decode", "cpu-peers", "adapters", "throughput", "many-models"),
     *("speculation", "serving", "grammars", "soak", "certify"),
     *("gpu", "batches", "invariance", "speculation-gpu", "ranks", "serving-gpu", "families-gpu"),  # on GPUs
 )

@@ -236,7 +236,7 @@ def ready_seconds(engines: Path, assembly: Path, weights: Path) -> float:
     )
 
 
-def random_weights(assembly: Assembly, folder: Path, alike: bool = False) -> Path:
+def random_weights(assembly: Assembly, folder: Path, alike: bool = False, seed: int = 0) -> Path:
     """Make a file of random numbers under a weights manifest.
 
     Numbers have a standard deviation of 0.02, gains are 1; those of quantised weights are random integers. alike: all
@@ -254,7 +254,7 @@ def random_weights(assembly: Assembly, folder: Path, alike: bool = False) -> Pat
                 dtypes[name] = slot.dtype
                 if len(names) > 1:
                     shapes[name] = [math.prod(slot.sizes[:-1]) // len(names), slot.sizes[-1]]
-    random = np.random.default_rng(0)
+    random = np.random.default_rng(seed)
     tensors = {}
     offset = 0
     digest = hashlib.sha256()

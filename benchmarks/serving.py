@@ -311,7 +311,7 @@ def serve(place: Place) -> None:
     from lockstep_serve.run import Address
     from lockstep_serve.run import serve as run_server
     from lockstep_serve.service import Service
-    from lockstep_serve.settings import EngineOptions, ServiceLimits, ServiceOptions
+    from lockstep_serve.settings import EngineOptions, ServedModelOptions, ServiceLimits, ServiceOptions
 
     with tempfile.TemporaryDirectory() as folder:
         options = EngineOptions(
@@ -320,7 +320,9 @@ def serve(place: Place) -> None:
             place.threads, place.kv_bytes, prefix_caching=False,
         )  # fmt: skip
         limits = ServiceLimits(max_queue=MAX_QUEUE, queue_timeout=600, start=STARTS)
-        service = Service(ServiceOptions("model", options, limits), _tokenizer(place, Path(folder)))
+        service = Service(
+            ServiceOptions([ServedModelOptions("model", _tokenizer(place, Path(folder)))], options, limits)
+        )
         run_server(service, Address(port=0), Access(), 0, lambda line: print(line, flush=True))
 
 

@@ -35,7 +35,7 @@ def breakdown(executor: GpuExecutor, batch: int) -> dict[str, float]:
     executor.drop_step()
     runner = executor.runner
     runner.reserve(dict.fromkeys(range(batch), end), executor.lengths)
-    calls = runner.decode_pass(count, runner.adapted(range(batch)), runner.drawn(range(batch)))
+    calls = runner.decode_pass(count, runner.choice(0, range(batch)), runner.drawn(range(batch)))
     for rank in runner.on_each_device():
         rank.state.decode(range(batch), [0] * batch, lengths.tolist(), rank.stream)
     while calls[0].graph is None:

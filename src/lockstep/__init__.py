@@ -21,6 +21,7 @@ _API = {
     "Advance": ("runtime", "Advance"),
     "Assembly": ("artifacts.assembly", "Assembly"),
     "CheckError": ("errors", "CheckError"),
+    "CheckpointFiles": ("runtime", "CheckpointFiles"),
     "Engine": ("runtime", "Engine"),
     "EngineSet": ("backends", "EngineSet"),
     "GoldenTerms": ("verify.golden.terms", "GoldenTerms"),

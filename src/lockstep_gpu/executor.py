@@ -11,12 +11,14 @@ results for rows that the caller then doesn't want are dropped; additional promp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 
 from lockstep.errors import CheckError, InputError
-from lockstep.step.advance import Advance, PackedTokens
+from lockstep.step.advance import Advance, Load, PackedTokens
 from lockstep.step.logits_pipeline import Sampler
 from lockstep.step.network import LayerAttention, Network
 from lockstep.step.observer import Observer
@@ -28,10 +30,26 @@ from lockstep_gpu.plan import StepPlan
 from lockstep_gpu.ranks.blocks import MAX_VERIFY_TOKENS
 from lockstep_gpu.resident_adapters import ResidentAdapters
 from lockstep_gpu.runner import EnqueuedStep, StepRunner
+from lockstep_gpu.weights import replace_weights
+
+_LOADER = ThreadPoolExecutor(1, "weights")  # one load at a time has all of the bus
+
+
+class DeviceLoad:
+    """Weights that are copied in another thread: see `Executor.load`."""
+
+    def __init__(self, copies: Future[None]):
+        self._copies = copies
+
+    def done(self) -> bool:
+        return self._copies.done()
+
+    def finish(self) -> None:
+        self._copies.result()
 
 
 class GpuExecutor:
-    """An `Executor` of a network whose engines are GPU programs.
+    """An `Executor` of networks whose engines are GPU programs.
 
     Several ranks run the same step, each on its device; the first rank's tokens and logits are returned.
     """
@@ -39,7 +57,12 @@ class GpuExecutor:
     processes_logits = True
 
     def __init__(
-        self, network: Network, num_slots: int, max_seq_len: int, max_num_tokens: int, kv_bytes: float | None = None
+        self,
+        networks: Sequence[Network],
+        num_slots: int,
+        max_seq_len: int,
+        max_num_tokens: int,
+        kv_bytes: float | None = None,
     ):
         """Allocate the KV cache; kv_bytes: its size on each device, see `attention.make.make_tables`."""
         cuda.leak_at_exit(self)
@@ -48,7 +71,7 @@ class GpuExecutor:
         self.lengths = np.zeros(num_slots, np.int64)
         # Slots that a step may have written since their last reset, even if it failed and their length is still 0.
         self._written: set[int] = set()
-        self.runner = StepRunner(network, num_slots, max_seq_len, max_num_tokens, kv_bytes)
+        self.runner = StepRunner(networks, num_slots, max_seq_len, max_num_tokens, kv_bytes)
         self.ranks = self.runner.ranks
         self.tables = self.runner.tables
         self._in_flight: EnqueuedStep | None = None  # launched speculatively, not taken yet
@@ -59,7 +82,7 @@ class GpuExecutor:
         self._resident: ResidentAdapters | None = None  # keeps memory alive that copies on the stream read
         # A speculative step that is dropped leaves only keys and values, which the next step overwrites. It would
         # advance the state of a recurrent mixer for good.
-        self.async_scheduling = all(isinstance(mixer, LayerAttention) for _, mixer in network.layers)
+        self.async_scheduling = all(isinstance(mixer, LayerAttention) for _, mixer in networks[0].layers)
 
     def __del__(self) -> None:
         if hasattr(self, "runner"):
@@ -165,6 +188,19 @@ class GpuExecutor:
                 for rank in self.ranks:
                     rank.state.set_masks(advance.slot, advance.masks)
 
+    def load(self, network: int, weights_json: Path, bind: Callable[[Path], Network]) -> Load:
+        """Copy the weights of another checkpoint to the fixed addresses of a network's, so that its graphs stay valid.
+
+        Raises InputError for a model that is split over ranks.
+        """
+        if self._in_flight is not None and self._in_flight.plan.network == network:
+            self.drop_step()
+        (rank,) = self.ranks  # `GpuBackend.executor` refuses several
+        used = cuda.Event()  # by steps that are enqueued, though their requests have ended
+        used.record(rank.stream)
+        stores = [uploads.store for uploads in self.runner.uploads[network]]
+        return DeviceLoad(_LOADER.submit(replace_weights, stores, weights_json, used))
+
     def take_adapters(
         self, arrays: Sequence[LoraArrays], max_lora_rank: int, adapter_slots: np.ndarray
     ) -> AdapterWriter:
@@ -206,6 +242,9 @@ class GpuExecutor:
             self.runner.wait(step)
             if next_step is not None:
                 next_step.previous_tokens = step.tokens.copy()
+                for advance in next_step.plan.decoding:
+                    if advance.tokens[0] >= 0:  # of a network other than this step's
+                        next_step.previous_tokens[advance.slot] = advance.tokens[0]
             self._in_flight = next_step
             return self._take_tokens(step, advances, is_newest=next_step is None)
 
@@ -243,7 +282,7 @@ class GpuExecutor:
             self.drop_step()
             self.logprobs = {}
             self._reserve(StepPlan.of(advances), self.lengths)
-            tokens, logits = self.runner.verify(drafts, logit_rows)
+            tokens, logits = self.runner.verify(drafts, logit_rows, advances[0].network)
             return tokens, logits.astype(np.float32)
 
     def _reserve(self, plan: StepPlan, lengths: np.ndarray) -> None:

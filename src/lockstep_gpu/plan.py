@@ -51,6 +51,13 @@ class StepLimits:
         return self.max_num_tokens + self.num_slots
 
 
+class BlockChoice(NamedTuple):
+    """The blocks that a pass runs: those of a network, and so its weights, with or without adapters."""
+
+    network: int = 0
+    adapted: bool = False
+
+
 class PackedPass(NamedTuple):
     """The host arrays of a pass with chunks: see `pass_inputs.Inputs` and `PassTokens`.
 
@@ -82,17 +89,20 @@ class StepPlan:
         decoding: Advances of one token.
         chunks: Advances of several, the shortest first: attention batches prompts of similar length.
         lengths: By slot, the tokens that it holds after the step. A slot whose request changes is dropped from it.
+        network: See `Advance`.
     """
 
     decoding: Sequence[Advance]
     chunks: Sequence[Advance]
     lengths: dict[int, int]
+    network: int = 0
 
     @classmethod
     def of(cls, advances: Sequence[Advance]) -> StepPlan:
         decoding, chunks = split(advances)
         chunks = sorted(chunks, key=lambda chunk: len(chunk.tokens))
-        return cls(decoding, chunks, {advance.slot: advance.start + len(advance.tokens) for advance in advances})
+        lengths = {advance.slot: advance.start + len(advance.tokens) for advance in advances}
+        return cls(decoding, chunks, lengths, advances[0].network if advances else 0)
 
     @property
     def num_chunk_tokens(self) -> int:
@@ -116,7 +126,10 @@ class StepPlan:
         if len(self.decoding) + self.num_chunk_tokens > limits.max_num_tokens:
             return False
         for advance in self.decoding:
-            if advance.tokens[0] != PREVIOUS_TOKEN[0] or advance.start != previous.lengths.get(advance.slot):
+            if self.network != previous.network:  # whose rows the step does not continue
+                if advance.tokens[0] < 0 or advance.start != lengths[advance.slot]:
+                    return False
+            elif advance.tokens[0] != PREVIOUS_TOKEN[0] or advance.start != previous.lengths.get(advance.slot):
                 return False
         for chunk in self.chunks:
             if not 0 <= chunk.slot < limits.num_slots or chunk.start != lengths[chunk.slot]:
@@ -130,7 +143,7 @@ class StepPlan:
 
         previous_tokens: by slot, the tokens that its rows take.
         """
-        if not (step.decoding or self.chunks):
+        if not (step.decoding or self.chunks) or step.network != self.network:
             return False
         chunks = {chunk.slot: chunk for chunk in self.chunks}
         for advance in step.decoding:

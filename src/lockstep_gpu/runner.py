@@ -31,6 +31,7 @@ from lockstep_gpu.device import Device
 from lockstep_gpu.plan import (
     CAPTURED_TOKENS,
     CAPTURED_TOKENS_OF_RANKS,
+    BlockChoice,
     StepLimits,
     StepPlan,
     bucket,
@@ -95,14 +96,17 @@ class StepRunner:
 
     Attributes:
         last: Each rank's calls of the last enqueued pass.
-        captured: The passes that are captured whole, by (layout, adapted, drawn).
+        captured: The passes that are captured whole, by (layout, choice of blocks, drawn).
     """
 
-    def __init__(self, network: Network, num_slots: int, max_seq_len: int, max_num_tokens: int, kv_bytes: float | None):
+    def __init__(
+        self, networks: Sequence[Network], num_slots: int, max_seq_len: int, max_num_tokens: int, kv_bytes: float | None
+    ):
         """Allocate the ranks' KV caches and buffers: see `GpuExecutor`. Makes the first rank's device current."""
-        networks = (network, *network.others)
-        self._uploads = _all_uploads(networks)
-        devices = [Device.get(rank) for rank in range(len(networks))]
+        network = networks[0]
+        by_rank = list(zip(*((entry, *entry.others) for entry in networks), strict=True))
+        self.uploads = [all_uploads([entry, *entry.others]) for entry in networks]
+        devices = [Device.get(rank) for rank in range(len(by_rank))]
         captured_tokens = CAPTURED_TOKENS_OF_RANKS if network.others else CAPTURED_TOKENS
         if engine_of(network.embedding).program.by_profiles:
             captured_tokens = 0  # a context keeps the sizes of one pass, so no graph of another stays valid
@@ -112,8 +116,8 @@ class StepRunner:
             exchanges = connect(devices, *max_exchange_bytes(network, limits))
         self.tables = make_tables(network, num_slots, max_seq_len, kv_bytes, _least_free(devices))
         self.ranks = [
-            Rank(rank_network, device, self.tables, limits, exchange)
-            for rank_network, device, exchange in zip(networks, devices, exchanges or (None,), strict=True)
+            Rank(rank_networks, device, self.tables, limits, exchange)
+            for rank_networks, device, exchange in zip(by_rank, devices, exchanges or (None,), strict=True)
         ]
         self.watch = RankWatch(exchanges) if exchanges else None
         self._compares = bool(network.others and os.environ.get(CHECK_RANKS))
@@ -137,7 +141,7 @@ class StepRunner:
 
     def wait_for_weights(self) -> None:
         """Wait until all weights are on the devices. Raises the exception of a failed upload."""
-        for uploads in self._uploads:
+        for uploads in itertools.chain.from_iterable(self.uploads):
             uploads.wait()
 
     def synchronize(self) -> None:
@@ -191,20 +195,23 @@ class StepRunner:
         tokens = None
         if plan.decoding[0].tokens[0] >= 0:  # else all are `PREVIOUS_TOKEN`
             tokens = [advance.tokens[0] for advance in plan.decoding]
-        calls = self.decode_pass(bucket(max(slots) + 1, self.limits.num_slots), self.adapted(slots), self.drawn(slots))
+        calls = self.decode_pass(
+            bucket(max(slots) + 1, self.limits.num_slots), self.choice(plan.network, slots), self.drawn(slots)
+        )
         for rank in self.on_each_device():
             rank.state.decode(slots, tokens, positions, rank.stream)
         self.launch(calls)
         return EnqueuedPass(calls, dict(zip(slots, slots)))
 
-    def decode_pass(self, count: int, adapted: bool, drawn: bool) -> list[PassCalls]:
+    def decode_pass(self, count: int, choice: BlockChoice, drawn: bool) -> list[PassCalls]:
         """Return each rank's calls of a pass in which rows 0 to `count`-1 decode: see `Rank.decode_pass`."""
-        return [rank.decode_pass(count, adapted, drawn) for rank in self.on_each_device()]
+        return [rank.decode_pass(count, choice, drawn) for rank in self.on_each_device()]
 
-    def adapted(self, slots: Iterable[int]) -> bool:
-        """Return whether one of these slots has an adapter."""
+    def choice(self, network: int, slots: Iterable[int]) -> BlockChoice:
+        """Return the blocks of a pass of these slots: with adapters if one of them has one."""
         adapter_slots = self.ranks[0].state.adapters
-        return adapter_slots is not None and bool((adapter_slots[list(slots)] >= 0).any())
+        adapted = adapter_slots is not None and bool((adapter_slots[list(slots)] >= 0).any())
+        return BlockChoice(network, adapted)
 
     def drawn(self, slots: Iterable[int]) -> bool:
         """Return whether sharded logits must be gathered on the device, because a token of `slots` is drawn."""
@@ -215,10 +222,10 @@ class StepRunner:
         for rank in self.on_each_device():
             rank.state.send_samplings(rank.stream)
             rank.state.advance(list(plan.lengths), list(plan.lengths.values()))
-        return self._enqueue_packed(plan, self.adapted(plan.lengths), self.drawn(plan.lengths))
+        return self._enqueue_packed(plan, self.choice(plan.network, plan.lengths), self.drawn(plan.lengths))
 
     def _enqueue_packed(
-        self, plan: StepPlan, adapted: bool, drawn: bool, write: bool = True, capture: bool = False
+        self, plan: StepPlan, choice: BlockChoice, drawn: bool, write: bool = True, capture: bool = False
     ) -> EnqueuedPass:
         """Enqueue a pass with chunks, as one graph if its layout was captured.
 
@@ -227,13 +234,13 @@ class StepRunner:
         packed = plan.pack(self.limits, write)
         inputs = [rank.send(packed) for rank in self.on_each_device()]
         layout = self.ranks[0].layout(*inputs[0])
-        key = layout, adapted, drawn
+        key = layout, choice, drawn
         calls = self.captured.get(key)
         if calls is not None:
             self.launch(calls)
             return EnqueuedPass(calls, packed.logits)
         with self._together():
-            by_rank = [rank.enqueue(*arrays, adapted, drawn) for rank, arrays in zip(self.ranks, inputs)]
+            by_rank = [rank.enqueue(*arrays, choice, drawn) for rank, arrays in zip(self.ranks, inputs)]
             *_, last = zip(*by_rank, strict=True)
         self.ranks[0].device.use()
         self.last = calls = list(last)
@@ -346,7 +353,7 @@ class StepRunner:
             return np.empty((0, rank.network.vocab_size), np.float32)
         return self._host_logits[: len(rows)]
 
-    def verify(self, drafts: PackedTokens, logit_rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    def verify(self, drafts: PackedTokens, logit_rows: Sequence[int], network: int) -> tuple[np.ndarray, np.ndarray]:
         """Run a pass whose rows are tokens of any slots; return the next token after each, and some rows' logits.
 
         Each row uses its slot's page table, and the keys and values of all rows are written before any are read.
@@ -359,7 +366,7 @@ class StepRunner:
         for attention in rank.paged:
             attention.begin_verify(slots)
         rows = min(padded_size(count), MAX_VERIFY_TOKENS)
-        calls = rank.decode_pass(rows, self.adapted(slots), False, verifies=True)
+        calls = rank.decode_pass(rows, self.choice(network, slots), False, verifies=True)
         self.launch([calls])
         rank.stream.download(rank.fetched_verified, rank.verify_state.next_tokens)
         logits = self._fetch_logits(rank, [calls.logits[row : row + 1] for row in logit_rows])
@@ -369,32 +376,33 @@ class StepRunner:
         """Run all calls once, so that no request waits for a graph capture or a library's first call.
 
         This captures the decode graph of each number of rows, and runs the passes of `warm_up_plans` and GEMMs of many
-        sizes. Caches don't change. lengths: the tokens of all slots. adapters: with adapters, too.
+        sizes. Caches don't change. Further networks run the same kernels, and are captured when they are used. lengths:
+        the tokens of all slots. adapters: with adapters, too.
         """
         self.reserve({}, lengths)
         for rank in self.on_each_device():
             rank.state.decode([], None, [], rank.stream)
-        adapted_choices = (False, True) if adapters and self.ranks[0].has_base else (False,)
+        choices = [BlockChoice()]
+        if adapters and self.ranks[0].has_base:
+            choices.append(BlockChoice(adapted=True))
         drawn_choices = (False, True) if self.ranks[0].splits_logits else (False,)
-        for count, adapted, drawn in itertools.product(
-            row_buckets(self.limits.num_slots), adapted_choices, drawn_choices
-        ):
-            calls = self.decode_pass(count, adapted, drawn)
+        for count, choice, drawn in itertools.product(row_buckets(self.limits.num_slots), choices, drawn_choices):
+            calls = self.decode_pass(count, choice, drawn)
             while calls[0].graph is None:
                 self.launch(calls)
-        for adapted in adapted_choices:
+        for choice in choices:
             for plan, capture in warm_up_plans(self.limits):
-                self._enqueue_packed(plan, adapted, False, write=False)  # runs its parts
-                self._enqueue_packed(plan, adapted, False, write=False, capture=capture)  # captures each of them
+                self._enqueue_packed(plan, choice, False, write=False)  # runs its parts
+                self._enqueue_packed(plan, choice, False, write=False, capture=capture)  # captures each of them
                 if capture:
-                    self._enqueue_packed(plan, adapted, False, write=False)  # captures all of them as one graph
+                    self._enqueue_packed(plan, choice, False, write=False)  # captures all of them as one graph
             for rank in self.ranks:
-                rank.warm_products(adapted)
+                rank.warm_products(choice)
         self.synchronize()
         self.check()
 
 
-def _all_uploads(networks: Sequence[Network]) -> list[Uploads]:
+def all_uploads(networks: Sequence[Network]) -> list[Uploads]:
     """Return the weight uploads of all engines, without duplicates."""
     uploads: dict[int, Uploads] = {}
     for network in networks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import threading
@@ -9,16 +10,19 @@ import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from lockstep.errors import CheckError, truncate_list
-from lockstep.weights import Tensors
+from lockstep.weights import Tensors, Weights
 from lockstep_gpu import cuda
 from lockstep_gpu.device import Device
+from lockstep_gpu.host_pool import HostPool
 
 PIECE_NBYTES = 32 << 20  # bytes; larger copies are no faster
 _UPLOADERS = 4
+_pool: HostPool | None = None
 
 
 @dataclass(frozen=True)
@@ -31,9 +35,10 @@ class WeightCast:
 
 
 class Uploads:
-    """Copies to the device that run in the background."""
+    """Copies to the device that run in the background. store: whose tensors they are."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: DeviceWeights | None = None) -> None:
+        self.store = store
         self._pending: list[Future] = []
 
     def add(self, copies: Sequence[Future]) -> None:
@@ -52,7 +57,9 @@ class DeviceWeights:
     _stores: weakref.WeakKeyDictionary[object, dict[Device, DeviceWeights]] = weakref.WeakKeyDictionary()
 
     def __init__(self, device: Device):
-        self.uploads = Uploads()
+        self.uploads = Uploads(self)
+        self.device = device
+        self.placed: list[PlacedTensor] = []
         self._arrays: weakref.WeakValueDictionary[tuple[Hashable, ...], cuda.Array] = weakref.WeakValueDictionary()
         self._uploader = Uploader(device)
 
@@ -104,10 +111,96 @@ class DeviceWeights:
         start = 0
         for tensor in tensors:
             end = start + tensor.size
-            turned = tensor.T if cast is not None and cast.transposed else tensor
-            self.uploads.add(self._uploader.upload(flat[start:end], turned, sign, cast))
+            self.uploads.add(self._uploader.upload(flat[start:end], _turned(tensor, cast), sign, cast))
             start = end
+        ends = list(itertools.accumulate(tensor.size for tensor in tensors))
+        for name, first, end in zip(names, (0, *ends), ends):
+            self.placed.append(PlacedTensor(weakref.ref(array), first, end, name, sign, cast))
         return array
+
+
+@dataclass
+class PlacedTensor:
+    """A tensor in a part of a device array. digest: of its contents, None if not known."""
+
+    array: weakref.ref[cuda.Array]
+    first: int
+    end: int
+    name: str
+    sign: int
+    cast: WeightCast | None
+    digest: str | None = None
+
+    def values(self, tensor: np.ndarray) -> np.ndarray:
+        """Return a tensor of this name as the device has it."""
+        values = np.ascontiguousarray(_turned(tensor, self.cast))
+        if self.cast is not None:
+            values = _cast(values, self.cast)
+        if self.sign:
+            values = (values.view(np.uint8) ^ np.uint8(self.sign)).view(values.dtype)
+        return values
+
+
+def replace_weights(stores: Sequence[DeviceWeights | None], weights_json: Path, used: cuda.Event) -> None:
+    """Write the tensors of another checkpoint over those of stores, and return when they are there.
+
+    Tensors that are equal stay as they are. used: after it, no enqueued step reads the old ones.
+
+    Raises InputError for files that have changed, and CheckError for a tensor of another dtype or size.
+    """
+    global _pool
+    if _pool is None:
+        _pool = HostPool.of_machine()
+    weights = Weights.open(weights_json)
+    for store in stores:
+        assert store is not None  # each block has weights
+        store.device.use()
+        store.uploads.wait()
+        used.wait()
+        stream = cuda.Stream()
+        kept = []  # arrays that copies read
+        placed = [entry for entry in store.placed if entry.array() is not None]
+        try:
+            for entry in placed:
+                kept.append(_replace(entry, weights, weights_json, _pool, stream))
+            stream.synchronize()
+        except BaseException:
+            stream.drain()
+            for entry in placed:
+                entry.digest = None
+            raise
+
+
+def _replace(entry: PlacedTensor, weights: Weights, weights_json: Path, pool: HostPool, stream: cuda.Stream) -> object:
+    array = entry.array()
+    assert array is not None
+    key = entry.name, entry.sign, entry.cast
+    digest, values = pool.find(weights_json, key)
+    if digest is not None and digest == entry.digest:
+        return None
+    if values is None:
+        digest, values = pool.add(weights_json, key, entry.values(weights[entry.name]))
+        if digest == entry.digest:
+            return None
+    part = array.reshape(math.prod(array.shape))[entry.first : entry.end]
+    if values.size != part.shape[0] or values.dtype != part.dtype:
+        raise CheckError(
+            f"{weights_json}: tensor {entry.name!r}: expected {part.shape[0]} numbers of {part.dtype.name}, found "
+            f"{values.size} of {values.dtype.name}"
+        )
+    entry.digest = None
+    stream.upload(part, values.reshape(-1))
+    entry.digest = digest
+    return values
+
+
+def _turned(tensor: np.ndarray, cast: WeightCast | None) -> np.ndarray:
+    return tensor.T if cast is not None and cast.transposed else tensor
+
+
+def _cast(values: np.ndarray, cast: WeightCast) -> np.ndarray:
+    with np.errstate(over="ignore"):  # an overflow becomes infinity, which the checks of logits report
+        return (values * values.dtype.type(cast.times)).astype(cast.dtype)
 
 
 class Uploader:
@@ -135,8 +228,7 @@ class Uploader:
             local.stream = cuda.Stream()
             local.buffer = cuda.pinned((PIECE_NBYTES,), np.uint8)
         if cast is not None:
-            with np.errstate(over="ignore"):  # an overflow becomes infinity, which the checks of logits report
-                values = (values * values.dtype.type(cast.times)).astype(cast.dtype)
+            values = _cast(values, cast)
         host = local.buffer[: values.nbytes].view(values.dtype)
         np.copyto(host.reshape(values.shape), values)
         if sign:

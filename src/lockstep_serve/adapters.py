@@ -68,7 +68,7 @@ class Adapters:
         from_model: str | None = None
         if model not in (None, self._model):
             if model not in self.model_names:
-                raise BadRequest(f"model: expected {_one_of(self.model_names)}, found {model[:80]!r}", "model", 404)
+                raise BadRequest(f"model: expected {one_of(self.model_names)}, found {model[:80]!r}", "model", 404)
             from_model = model.removeprefix(f"{self._model}:")
         if lora is None or lora == from_model:
             return from_model
@@ -76,7 +76,7 @@ class Adapters:
         if lora not in self._configured and lora not in self._loaded and self._root is not None:
             adapter, _ = self._find(lora)
         if lora not in self._configured and adapter not in self._loaded:
-            choices = _one_of([*self.names, *self._loaded]) or "none, for the model has no adapters"
+            choices = one_of([*self.names, *self._loaded]) or "none, for the model has no adapters"
             hint = ""
             if "/" in lora and not self._root:
                 hint = "; --allow-adapter-loading lets requests name folders"
@@ -183,7 +183,7 @@ class Adapters:
         """Unload an adapter. Raises BadRequest for one that is not loaded, or in use."""
         loaded = self._loaded
         if name not in loaded:
-            choices = _one_of(sorted(loaded)) or "none, for none was loaded"
+            choices = one_of(sorted(loaded)) or "none, for none was loaded"
             raise BadRequest(f"lora_name: expected {choices}, found {name[:80]!r}", "lora_name", 404)
         if self._is_used(name):
             message = f"expected an adapter that no request uses, found {name!r} in use; try again when they have ended"
@@ -224,7 +224,7 @@ class Adapters:
             answer.set_result(frame)
 
 
-def _one_of(names: Sequence[str]) -> str:
+def one_of(names: Sequence[str]) -> str:
     """Return names for an error; the first ones of many."""
     choices = truncate_list(names)
     return f"one of {choices}" if len(names) > 1 else choices

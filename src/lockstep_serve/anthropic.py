@@ -16,7 +16,7 @@ from lockstep_serve.blocks import Block, BlockAnswer, BlockEvent, chat_form
 from lockstep_serve.bodies import BadRequest, Unsupported, error_response
 from lockstep_serve.messages import partial_json
 from lockstep_serve.openai_chat import ChatBody
-from lockstep_serve.service import Service
+from lockstep_serve.served_model import ServedModel
 from lockstep_serve.stream import Stream, StreamError
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -222,8 +222,8 @@ class MessagesAnswer(BlockAnswer):
     ID = "msg"
     error_response = staticmethod(anthropic_error)
 
-    def __init__(self, body: MessagesBody, chat: ChatBody, service: Service, stream: Stream, request_id: str):
-        super().__init__(chat, service, stream, request_id, body.thinks)
+    def __init__(self, body: MessagesBody, chat: ChatBody, model: ServedModel, stream: Stream, request_id: str):
+        super().__init__(chat, model, stream, request_id, body.thinks)
 
     def value(self) -> dict[str, Any]:
         return {**self._message([_block(block) for block in self.blocks]), **self._end_of_message()}

@@ -143,15 +143,17 @@ class _Api:
 
     async def _completions(self, request: Request) -> Any:
         body = await self._body(request, CompletionBody)
+        model = self._service.model(body.model)
         id = request_id(body, request.headers.get("x-request-id"))
-        stream = self._service.submit(await completion_requests(body, self._service))
-        return CompletionFormat(body, self._service, stream, id)
+        stream = model.submit(await completion_requests(body, model))
+        return CompletionFormat(body, model, stream, id)
 
     async def _chat_completions(self, request: Request) -> Any:
         body = await self._body(request, ChatBody)
+        model = self._service.model(body.model)
         id = request_id(body, request.headers.get("x-request-id"))
-        stream = self._service.submit(await chat_requests(body, self._service))
-        return ChatFormat(body, self._service, stream, id)
+        stream = model.submit(await chat_requests(body, model))
+        return ChatFormat(body, model, stream, id)
 
     async def _responses(self, request: Request) -> Any:
         body = await self._body(request, ResponsesBody)
@@ -165,23 +167,24 @@ class _Api:
         self, request: Request, body: Any, chat: ChatBody, answer: Callable[..., BlockAnswer]
     ) -> BlockAnswer:
         id = request_id(chat, request.headers.get("x-request-id"))
+        model = self._service.model(chat.model)
         try:
-            stream = self._service.submit(await chat_requests(chat, self._service))
+            stream = model.submit(await chat_requests(chat, model))
         except BadRequest as error:
             raise rename_param(error, body.NAMES) from None
-        return answer(body, chat, self._service, stream, id)
+        return answer(body, chat, model, stream, id)
 
     async def _count_tokens(self, request: Request) -> Any:
         body = await self._body(request, MessagesBody)
         try:
-            _, _, ids = await chat_prompt(messages_chat(body), self._service)
+            _, _, ids = await chat_prompt(messages_chat(body), self._service.model(body.model))
         except BadRequest as error:
             raise rename_param(error, body.NAMES) from None
         return json_response({"input_tokens": len(ids)})
 
     async def _models(self, request: Request) -> Any:
-        names = self._service.adapters.model_names
-        return json_response({"object": "list", "data": [_model_card(self._service, name) for name in names]})
+        cards = [_model_card(self._service, name) for name in self._service.model_names]
+        return json_response({"object": "list", "data": cards})
 
     async def _model(self, request: Request) -> Any:
         return json_response(_model_card(self._service, request.path_params["name"]))
@@ -198,14 +201,14 @@ class _Api:
 
     async def _tokenize(self, request: Request) -> Any:
         body = await self._body(request, TokenizeBody)
-        return Response(await tokenize(body, self._service), media_type="application/json")
+        return Response(await tokenize(body, self._service.model(body.model)), media_type="application/json")
 
     async def _detokenize(self, request: Request) -> Any:
         body = await self._body(request, DetokenizeBody)
-        return Response(await detokenize(body, self._service), media_type="application/json")
+        return Response(await detokenize(body, self._service.model(body.model)), media_type="application/json")
 
     async def _tokenizer_info(self, request: Request) -> Any:
-        return json_response(tokenizer_info(self._service))
+        return json_response(tokenizer_info(self._service.model(request.query_params.get("model"))))
 
     async def _health(self, request: Request) -> Any:
         return json_response(_health(self._service), _status_code(self._service.is_live))
@@ -240,17 +243,18 @@ def _status_code(is_healthy: bool) -> int:
 
 def _model_card(service: Service, name: str) -> dict[str, Any]:
     """Return a model's entry of /v1/models; an adapter's has its model as `parent`."""
-    adapter = service.adapters.resolve(name)
+    model = service.model(name)
+    adapter = model.adapters.resolve(name)
     card = {
         "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "lockstep",
-        "max_model_len": service.ready.max_seq_len,
-        "root": service.ready.identity,
+        "max_model_len": model.ready.max_seq_len,
+        "root": model.ready.identity,
     }
     if adapter is not None:
-        card |= {"root": service.adapters.digest(adapter), "parent": service.name}
+        card |= {"root": model.adapters.digest(adapter), "parent": model.name}
     return card
 
 
@@ -280,6 +284,6 @@ def _status(service: Service) -> dict[str, Any]:
         "waiting": counters.waiting,
         "pages": {"total": ready.num_pages, "used": counters.used_pages, "cached": counters.cached_pages},
         "streams": service.num_streams,
-        "chat": service.chat.fault is None,
+        "chat": service.default.chat.fault is None,
         **_health(service),
     }

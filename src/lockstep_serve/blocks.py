@@ -13,7 +13,7 @@ from lockstep_serve.answer_reader import AnswerReader, Part
 from lockstep_serve.bodies import json_response
 from lockstep_serve.openai_chat import ChatBody
 from lockstep_serve.response import TokenResponse
-from lockstep_serve.service import Service
+from lockstep_serve.served_model import ServedModel
 from lockstep_serve.stream import AnswerDelta, Stream, StreamError
 
 
@@ -62,13 +62,15 @@ class BlockAnswer(TokenResponse):
     ID: ClassVar[str]  # what ids begin with
     _stream: Stream  # there always is one
 
-    def __init__(self, chat: ChatBody, service: Service, stream: Stream, request_id: str, with_reasoning: bool = True):
+    def __init__(
+        self, chat: ChatBody, model: ServedModel, stream: Stream, request_id: str, with_reasoning: bool = True
+    ):
         super().__init__(f"{self.ID}_{request_id}", stream, bool(chat.stream))
-        self._service = service
+        self._model = model
         self._request_id = request_id
         self._with_reasoning = with_reasoning
         self._plan = stream.prompts[0].plan
-        self.model = chat.model or service.name
+        self.model = chat.model or model.name
         self.blocks: list[Block] = []
         self._open: Block | None = None
 
@@ -82,7 +84,7 @@ class BlockAnswer(TokenResponse):
         return any(block.kind == "call" for block in self.blocks)
 
     def close(self) -> None:
-        self._service.cancel(self._stream)
+        self._model.cancel(self._stream)
 
     def value(self) -> dict[str, Any]:
         """Return the whole answer."""
@@ -142,7 +144,7 @@ class BlockAnswer(TokenResponse):
         return events
 
     def _count_calls(self, reader: AnswerReader) -> None:
-        self._service.metrics.called(reader.num_calls, reader.num_malformed)
+        self._model.metrics.called(reader.num_calls, reader.num_malformed)
 
     def _add(self, part: Part) -> Iterator[BlockEvent]:
         """Add a part to the blocks."""

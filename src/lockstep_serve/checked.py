@@ -16,7 +16,7 @@ from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.verify.served.server import EngineFiles
 from lockstep_serve.run import listening
 from lockstep_serve.service import Service
-from lockstep_serve.settings import EngineOptions, ServiceLimits, ServiceOptions
+from lockstep_serve.settings import EngineOptions, ServedModelOptions, ServiceLimits, ServiceOptions
 
 _MAX_QUEUE = 1000  # all of the check's requests at once
 _HANGS_S = 600.0  # what takes longer hangs: a machine may be busy, and speed is not checked
@@ -46,5 +46,5 @@ def open_server(files: EngineFiles, name: str) -> CheckedServer:
     limits = ServiceLimits(
         max_queue=_MAX_QUEUE, queue_timeout=_HANGS_S, stall=_HANGS_S, start=_HANGS_S, slow_reader=_HANGS_S
     )
-    options = ServiceOptions(name, engine, limits, ChatTemplate.open(files.assembly))
-    return CheckedServer(options, Tokenizer.open(files.assembly))
+    model = ServedModelOptions(name, Tokenizer.open(files.assembly), ChatTemplate.open(files.assembly))
+    return CheckedServer(ServiceOptions([model], engine, limits))

@@ -90,6 +90,8 @@ def _open(options: EngineOptions, deliver: Callable[[ReadAdapter], None]) -> tup
             kv_bytes=options.kv_bytes,
             chunk_size=options.chunk_size,
             adapters_json=options.adapters,
+            others=options.others,
+            max_bound=options.max_bound,
         ),
     )
     loader = AdapterLoader(model.adapters, options.checkpoint, deliver) if model.adapters else None
@@ -98,14 +100,20 @@ def _open(options: EngineOptions, deliver: Callable[[ReadAdapter], None]) -> tup
     if options.speculative is not None:
         speculation = open_speculation(model, Speculative(**options.speculative), options.threads)
     model.warm_up()
-    grammars = Compiler(options.assembly, model.vocab_size, model.eos_token_ids, options.grammar_seconds)
+    compilers = {}
+    others = {}
+    for name, checkpoint in model.checkpoints.by_name.items():
+        end_ids = checkpoint.eos_token_ids
+        compilers[name] = Compiler(checkpoint.assembly_json, model.vocab_size, end_ids, options.grammar_seconds)
+        if name:
+            others[name] = root_key(model, checkpoint=name).hex(), list(end_ids)
     engine = Engine(
         model,
         limits["max_input_len"],
         prefix_caching=options.prefix_caching,
         admission=options.admission,
         long_prefill_token_threshold=options.long_prefill_token_threshold,
-        grammars=grammars,
+        grammars=compilers,
         speculation=speculation,
     )
     for _ in engine.run([Request([0, 0], min(2, model.max_seq_len - 1), cache_salt="warm-up")]):
@@ -134,6 +142,7 @@ def _open(options: EngineOptions, deliver: Callable[[ReadAdapter], None]) -> tup
         adapters=adapters,
         lost_adapters=lost,
         kv_cache_dtype=model.engines.assembly.kv_cache_dtype,
+        others=others,
     )
     return engine, loader, ready
 
@@ -210,6 +219,9 @@ class EngineLoop:
         self._warn_of_speculation()
         for number, message in engine.refused:
             self._connection.send(Refused(number, message, message.partition(":")[0]))
+        for number, message in engine.failed:
+            log.error(message)
+            self._connection.send(Refused(number, message, is_fault=True))
         if log.isEnabledFor(logging.DEBUG):
             for number, num_cached in engine.admitted:
                 log.debug("request %d: admitted, %d tokens cached", number, num_cached)

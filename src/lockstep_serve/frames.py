@@ -10,14 +10,14 @@ import io
 import pickle
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from lockstep.errors import InputError
 from lockstep.runtime.grammar import Grammar
-from lockstep.runtime.request import Request
+from lockstep.runtime.request import CheckpointFiles, Request
 from lockstep.step.sampling import Logprobs, Sampling
 from lockstep_serve.settings import EngineOptions
 
@@ -72,7 +72,10 @@ class Unload:
 
 @dataclass(frozen=True)
 class Ready:
-    """The engine's limits; identity: of the computation. lost_adapters: the reason for each."""
+    """The engine's limits. lost_adapters: the reason for each.
+
+    identity: of the computation; eos_token_ids: both of the first checkpoint. others: those of further ones, by name.
+    """
 
     identity: str
     backend: str
@@ -92,6 +95,14 @@ class Ready:
     adapters: Mapping[str, str]
     lost_adapters: Mapping[str, str]
     kv_cache_dtype: str | None = None
+    others: Mapping[str, tuple[str, Sequence[int]]] = field(default_factory=dict)
+
+    def of(self, checkpoint: str) -> Ready:
+        """Return the same of a checkpoint."""
+        if not checkpoint:
+            return self
+        identity, eos_token_ids = self.others[checkpoint]
+        return replace(self, identity=identity, eos_token_ids=eos_token_ids)
 
 
 @dataclass(frozen=True)
@@ -132,11 +143,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Refused:
-    """A request that the engine cannot run; param: the invalid field, if one is."""
+    """A request that the engine cannot run; param: the invalid field, if one is. is_fault: not the client's."""
 
     id: int
     message: str
     param: str | None = None
+    is_fault: bool = False
 
 
 @dataclass(frozen=True)
@@ -161,8 +173,8 @@ class _Pickler(pickle.Pickler):
 
 
 _ALLOWED: tuple[Any, ...] = (
-    Open, Add, Abort, Load, Unload, Ready, Failed, Counters, Step, Refused, Loaded, EngineOptions, Request, Sampling,
-    Grammar, Logprobs, frozenset, _ids,
+    Open, Add, Abort, Load, Unload, Ready, Failed, Counters, Step, Refused, Loaded, EngineOptions, CheckpointFiles,
+    Request, Sampling, Grammar, Logprobs, frozenset, _ids,
 )  # fmt: skip
 _CLASSES = {(member.__module__, member.__qualname__): member for member in _ALLOWED}
 

@@ -11,7 +11,7 @@ import pydantic_core
 from lockstep_serve.bodies import BadRequest
 from lockstep_serve.chat import ChatError
 from lockstep_serve.log import log_once
-from lockstep_serve.service import Service
+from lockstep_serve.served_model import ServedModel
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAX_MESSAGES = 4096
@@ -24,7 +24,7 @@ _RESERVED = ("messages", "tools", "chat_template", "add_generation_prompt", "con
 
 
 async def chat_text(
-    service: Service,
+    model: ServedModel,
     messages: Any,
     opens: bool | None,
     continues: bool,
@@ -37,8 +37,8 @@ async def chat_text(
     opens: end with the generation prompt; None: unless the chat `continues` its last message. instructs: a system
     message describes the tools, instead of the template.
     """
-    if service.chat.fault is not None:
-        raise BadRequest(f"messages: {service.chat.fault}; use /v1/completions", "messages")
+    if model.chat.fault is not None:
+        raise BadRequest(f"messages: {model.chat.fault}; use /v1/completions", "messages")
     if continues and opens:
         name = "continue_final_message"
         raise BadRequest(f"{name}: expected false with add_generation_prompt true; leave one out", name)
@@ -55,7 +55,7 @@ async def chat_text(
     if opens is None:
         opens = not continues
     try:
-        return await service.chat.render(turns, opens, continues, variables)
+        return await model.chat.render(turns, opens, continues, variables)
     except ChatError as error:
         message = f"messages: expected a chat that the model's template renders, found: {error}"
         raise BadRequest(message, "messages") from None

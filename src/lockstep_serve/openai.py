@@ -1,4 +1,4 @@
-"""OpenAI's completions: bodies to prompts of the service, and answers."""
+"""OpenAI's completions: bodies to prompts of a model, and answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep_serve.logprobs import LogprobsFormat
 from lockstep_serve.openai_answers import AnswerFormat, reason
 from lockstep_serve.openai_parameters import Parameters, longest_prompt, prompt_requests
 from lockstep_serve.prompts import encode_texts
-from lockstep_serve.service import Service
+from lockstep_serve.served_model import ServedModel
 from lockstep_serve.stream import AnswerDelta, PromptRequest, Stream
 
 _MAX_PROMPTS = 256
@@ -58,31 +58,31 @@ def _array(prompt: Any) -> Any:
         return np.array(prompt, object)  # outside any vocabulary: the next check reports it
 
 
-async def completion_requests(body: CompletionBody, service: Service) -> list[PromptRequest]:
+async def completion_requests(body: CompletionBody, model: ServedModel) -> list[PromptRequest]:
     """Return the prompts of a body. Raises BadRequest."""
-    await service.adapters.ensure_loaded(body.lora)
-    service.adapters.resolve(body.model, body.lora)
-    prompts, texts = await _prompts(body, service)
+    await model.adapters.ensure_loaded(body.lora)
+    model.adapters.resolve(body.model, body.lora)
+    prompts, texts = await _prompts(body, model)
     if not body.echo:
-        return prompt_requests(body, prompts, "prompt", service)
+        return prompt_requests(body, prompts, "prompt", model)
     prompt_logprobs = body.logprobs
     if body.max_new_tokens == 0:  # only the prompt is computed, for its log-probabilities
         prompt_logprobs = body.logprobs or 0
-    if prompt_logprobs is not None and not service.ready.prompt_logprobs:
+    if prompt_logprobs is not None and not model.ready.prompt_logprobs:
         raise BadRequest(
             "echo: expected a backend that computes the logits after all tokens of a prompt, such as onnxruntime, "
-            f"found {service.ready.backend}; leave out echo, or logprobs, and ask for a token",
+            f"found {model.ready.backend}; leave out echo, or logprobs, and ask for a token",
             "echo",
         )
-    requests = prompt_requests(body, prompts, "prompt", service, prompt_logprobs)
+    requests = prompt_requests(body, prompts, "prompt", model, prompt_logprobs)
     for request, text in zip(requests, texts):
         if text is None:  # in a thread: a long prompt would block the event loop
-            text = await asyncio.to_thread(service.tokenizer.text, request.request.prompt_ids)
+            text = await asyncio.to_thread(model.tokenizer.text, request.request.prompt_ids)
         request.echo = text
     return requests
 
 
-async def _prompts(body: CompletionBody, service: Service) -> tuple[list[np.ndarray], list[str | None]]:
+async def _prompts(body: CompletionBody, model: ServedModel) -> tuple[list[np.ndarray], list[str | None]]:
     """Return the token ids of each prompt, and the text of those that came as text."""
     prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     if not prompts or len(prompts) > _MAX_PROMPTS:
@@ -91,7 +91,7 @@ async def _prompts(body: CompletionBody, service: Service) -> tuple[list[np.ndar
         raise BadRequest("prompt: expected text, token ids, or a list of either", "prompt")
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     special = body.add_special_tokens is not False
-    encoded = iter(await encode_texts(texts, service.tokenizer, "prompt", longest_prompt(service), special))
+    encoded = iter(await encode_texts(texts, model.tokenizer, "prompt", longest_prompt(model), special))
     ids: list[np.ndarray] = []
     echoes: list[str | None] = []
     for prompt in prompts:
@@ -111,14 +111,14 @@ class CompletionFormat(AnswerFormat):
     OBJECT = "text_completion"
     CHUNK = "text_completion"
 
-    def __init__(self, body: CompletionBody, service: Service, stream: Stream, request_id: str):
-        super().__init__(body, service, stream, request_id)
+    def __init__(self, body: CompletionBody, model: ServedModel, stream: Stream, request_id: str):
+        super().__init__(body, model, stream, request_id)
         self._prompts: list[PromptRequest] = []  # of each answer
         self._formats: list[LogprobsFormat] = []
         for prompt in stream.prompts:
             for _ in range(prompt.request.n):
                 self._prompts.append(prompt)
-                self._formats.append(LogprobsFormat(service.tokenizer, prompt.request.prompt_ids, prompt.echo))
+                self._formats.append(LogprobsFormat(model.tokenizer, prompt.request.prompt_ids, prompt.echo))
 
     async def choice(self, index: int, choice: Choice) -> dict[str, Any]:
         echo = await self.echo(index)

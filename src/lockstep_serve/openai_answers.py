@@ -14,7 +14,7 @@ from lockstep.runtime.completion import Choice
 from lockstep_serve.bodies import error_body, json_response
 from lockstep_serve.openai_parameters import Parameters
 from lockstep_serve.response import TokenResponse
-from lockstep_serve.service import Service
+from lockstep_serve.served_model import ServedModel
 from lockstep_serve.stream import FINISH_REASONS, AnswerDelta, Stream, StreamError
 
 
@@ -26,10 +26,10 @@ class AnswerFormat(TokenResponse):
     CHUNK: ClassVar[str]
     _stream: Stream  # there always is one
 
-    def __init__(self, body: Parameters, service: Service, stream: Stream, request_id: str):
+    def __init__(self, body: Parameters, model: ServedModel, stream: Stream, request_id: str):
         super().__init__(f"{self.ID}-{request_id}", stream, bool(body.stream))
-        self._service = service
-        self._tokenizer = service.tokenizer
+        self._model = model
+        self._tokenizer = model.tokenizer
         self._usage = body.include_usage
         self._continuous = body.continuous_usage
         self._logprobs = body.num_logprobs is not None
@@ -37,12 +37,12 @@ class AnswerFormat(TokenResponse):
         self._common = {
             "id": self.id,
             "created": int(time.time()),
-            "model": body.model or service.name,
-            "system_fingerprint": service.ready.identity[:12],
+            "model": body.model or model.name,
+            "system_fingerprint": model.ready.identity[:12],
         }
 
     def close(self) -> None:
-        self._service.cancel(self._stream)
+        self._model.cancel(self._stream)
 
     async def choice(self, index: int, choice: Choice) -> dict[str, Any]:
         """Return the choice of a whole answer."""

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: bodies to prompts of the service, and answers."""
+"""OpenAI's chat completions: bodies to prompts of a model, and answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep_serve.messages import chat_text
 from lockstep_serve.openai_answers import AnswerFormat, reason
 from lockstep_serve.openai_parameters import Parameters, longest_prompt, prompt_requests
 from lockstep_serve.prompts import encode_texts
-from lockstep_serve.service import Service
+from lockstep_serve.served_model import ServedModel
 from lockstep_serve.stream import AnswerDelta, PromptRequest, Stream
 from lockstep_serve.tool_grammar import BUDGET, answer_grammar
 from lockstep_serve.tools import Tools, calling_format, tools_of
@@ -59,12 +59,12 @@ class ChatBody(Parameters, kw_only=True):
         return self.top_logprobs or 0
 
 
-async def chat_prompt(body: ChatBody, service: Service) -> tuple[Tools | None, str, np.ndarray]:
+async def chat_prompt(body: ChatBody, model: ServedModel) -> tuple[Tools | None, str, np.ndarray]:
     """Return a body's tools, its prompt as text, and as token ids. Raises BadRequest."""
-    await service.adapters.ensure_loaded(body.lora)
-    service.adapters.resolve(body.model, body.lora)
+    await model.adapters.ensure_loaded(body.lora)
+    model.adapters.resolve(body.model, body.lora)
     tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
-    format = service.tool_format
+    format = model.tool_format
     if tools is not None and format is None:
         raise BadRequest(
             "tools: expected none, for the model's chat template tells no known format of tool calls; start the server "
@@ -75,24 +75,22 @@ async def chat_prompt(body: ChatBody, service: Service) -> tuple[Tools | None, s
     variables = _variables(body)
     declared = () if tools is None else tools.declared
     instructs = tools is not None and format is not None and format.instructs
-    text = await chat_text(
-        service, body.messages, body.add_generation_prompt, continues, variables, declared, instructs
-    )
+    text = await chat_text(model, body.messages, body.add_generation_prompt, continues, variables, declared, instructs)
     special = bool(body.add_special_tokens)  # False by default: the template writes them
-    (ids,) = await encode_texts([text], service.tokenizer, "messages", longest_prompt(service), special)
+    (ids,) = await encode_texts([text], model.tokenizer, "messages", longest_prompt(model), special)
     return tools, text, ids
 
 
-async def chat_requests(body: ChatBody, service: Service) -> list[PromptRequest]:
+async def chat_requests(body: ChatBody, model: ServedModel) -> list[PromptRequest]:
     """Return the prompt of a body. Raises BadRequest."""
     if body.top_logprobs and not (body.logprobs and 0 <= body.top_logprobs <= MAX_LOGPROBS):
         fault = f"{body.top_logprobs} with logprobs {str(bool(body.logprobs)).lower()}"
         message = f"top_logprobs: expected 0 to {MAX_LOGPROBS} with logprobs true, found {fault}"
         raise BadRequest(message, "top_logprobs")
-    tools, text, ids = await chat_prompt(body, service)
-    requests = prompt_requests(body, [ids], "messages", service)
-    plan = _plan(tools, service, text, body.messages)
-    tokenizer = service.tokenizer
+    tools, text, ids = await chat_prompt(body, model)
+    requests = prompt_requests(body, [ids], "messages", model)
+    plan = _plan(tools, model, text, body.messages)
+    tokenizer = model.tokenizer
     if (budget := body.thinking_token_budget) is not None and budget < -1:
         raise BadRequest(f"{BUDGET}: expected 0 or more tokens, or -1 for any number, found {budget}", BUDGET)
     (prompt,) = requests
@@ -118,10 +116,10 @@ def _variables(body: ChatBody) -> dict[str, Any]:
     return variables | (body.chat_template_kwargs or {})
 
 
-def _plan(tools: Tools | None, service: Service, prompt: str, messages: Sequence[Mapping[str, Any]]) -> AnswerPlan:
+def _plan(tools: Tools | None, model: ServedModel, prompt: str, messages: Sequence[Mapping[str, Any]]) -> AnswerPlan:
     """Return the plan by which the answers to a prompt are read."""
-    reasoning = service.reasoning_format
-    format = service.tool_format
+    reasoning = model.reasoning_format
+    format = model.tool_format
     opened = reasoning is not None and prompt.rstrip().endswith(reasoning.begin)
     if tools is None or tools.choice == "none" or format is None:
         if format is not None and not format.answer:
@@ -139,8 +137,8 @@ class ChatFormat(AnswerFormat):
     OBJECT = "chat.completion"
     CHUNK = "chat.completion.chunk"
 
-    def __init__(self, body: ChatBody, service: Service, stream: Stream, request_id: str):
-        super().__init__(body, service, stream, request_id)
+    def __init__(self, body: ChatBody, model: ServedModel, stream: Stream, request_id: str):
+        super().__init__(body, model, stream, request_id)
         self._plan = stream.prompts[0].plan
         self._request_id = request_id
         self._readers = [self._plan.reader() for _ in stream.choices]
@@ -170,7 +168,7 @@ class ChatFormat(AnswerFormat):
 
     def _finish(self, reader: AnswerReader, finish: str | None) -> str | None:
         """Return an answer's finish reason, and count its calls."""
-        self._service.metrics.called(reader.num_calls, reader.num_malformed)
+        self._model.metrics.called(reader.num_calls, reader.num_malformed)
         finish_reason = reason(finish)
         if finish_reason == "stop" and reader.num_calls:
             return "tool_calls"

@@ -1,4 +1,4 @@
-"""The parameters of completions and chat completions, and their conversion to prompts of the service."""
+"""The parameters of completions and chat completions, and their conversion to prompts of a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lockstep.step.sampling import Sampling
 from lockstep_serve.bodies import BadRequest, Unsupported, bad_request, check_words
 from lockstep_serve.grammar import grammar_of
 from lockstep_serve.log import log_once
-from lockstep_serve.service import Service
+from lockstep_serve.served_model import ServedModel
 from lockstep_serve.stream import PromptRequest
 
 _ID = re.compile("[!-~]{1,128}")
@@ -128,16 +128,16 @@ def request_id(body: Parameters, header: str | None) -> str:
     return body.request_id
 
 
-def longest_prompt(service: Service) -> int:
+def longest_prompt(model: ServedModel) -> int:
     """Return the most tokens that a prompt may have."""
-    return min(service.ready.max_input_len, service.ready.max_seq_len)
+    return min(model.ready.max_input_len, model.ready.max_seq_len)
 
 
 def prompt_requests(
-    body: Parameters, prompts: Sequence[np.ndarray], param: str, service: Service, prompt_logprobs: int | None = None
+    body: Parameters, prompts: Sequence[np.ndarray], param: str, model: ServedModel, prompt_logprobs: int | None = None
 ) -> list[PromptRequest]:
     """Return what the engine computes for each prompt of the field `param`. Raises BadRequest."""
-    ready = service.ready
+    ready = model.ready
     # A prompt with requested log-probabilities may fill the context: no token needs to follow.
     longest = ready.max_seq_len - int(prompt_logprobs is None)
     name = "max_completion_tokens" if body.max_completion_tokens is not None else "max_tokens"
@@ -149,7 +149,7 @@ def prompt_requests(
         raise BadRequest("stop: expected strings that are not empty, found an empty one", "stop")
     check_words("stop", stop)
     check_words("bad_words", body.bad_words or ())
-    adapter = service.adapters.resolve(body.model, body.lora)
+    adapter = model.adapters.resolve(body.model, body.lora)
     grammar = grammar_of(body)
     salt = body.cache_salt or ""
     n = 1 if body.n is None else body.n
@@ -173,6 +173,7 @@ def prompt_requests(
                 prompt_logprobs=prompt_logprobs,
                 cache_salt=salt,
                 adapter=adapter,
+                checkpoint=model.checkpoint,
                 id=body.request_id or "",
             )
             check_ranges(request, ready, min(ready.max_input_len, longest), ready.max_seq_len)

@@ -15,7 +15,7 @@ from lockstep_serve.blocks import Block, BlockAnswer, BlockEvent, chat_form, ren
 from lockstep_serve.bodies import BadRequest, Unsupported, error_response
 from lockstep_serve.log import log_once
 from lockstep_serve.openai_chat import ChatBody
-from lockstep_serve.service import Service
+from lockstep_serve.served_model import ServedModel
 from lockstep_serve.stream import Stream, StreamError
 
 # Fields that need state between requests, and their values that do not.
@@ -179,8 +179,8 @@ class ResponsesAnswer(BlockAnswer):
 
     ID = "resp"
 
-    def __init__(self, body: ResponsesBody, chat: ChatBody, service: Service, stream: Stream, request_id: str):
-        super().__init__(chat, service, stream, request_id)
+    def __init__(self, body: ResponsesBody, chat: ChatBody, model: ServedModel, stream: Stream, request_id: str):
+        super().__init__(chat, model, stream, request_id)
         self.error_response = lambda error: error_response(rename_param(error, body.NAMES))
         self._body = body
         self._created = int(time.time())

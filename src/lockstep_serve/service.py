@@ -11,22 +11,22 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from lockstep.artifacts.chat_template import ChatTemplate
 from lockstep.errors import CheckError, LockstepError
 from lockstep.runtime.request import NOT_FINITE
-from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.step.pages import PAGE_SIZE
 from lockstep.step.sampling import Logprobs
-from lockstep_serve.adapters import Adapters
+from lockstep_serve.adapters import Adapters, one_of
+from lockstep_serve.bodies import BadRequest
 from lockstep_serve.chat import Chat
 from lockstep_serve.ended_requests import Observer
 from lockstep_serve.frames import Abort, Add, Counters, Frame, Loaded, Ready, Refused, Step
 from lockstep_serve.link import EngineLink
 from lockstep_serve.log import fault_of, log
 from lockstep_serve.metrics import Infos, Metrics
-from lockstep_serve.reasoning import reasoning_format
+from lockstep_serve.served_model import ServedModel
 from lockstep_serve.settings import ServiceOptions
 from lockstep_serve.stream import TENANT, PromptRequest, Stream, StreamError
-from lockstep_serve.tool_formats import tool_format
 
 _CRASH_WINDOW_S = 60.0  # in which a second crash of the engine fails all requests
 _TOTALS = ("prefix_queries", "prefix_hits", "swaps")  # counters that only grow
@@ -38,18 +38,13 @@ _MAX_RETRY_AFTER_S = 60
 class Service:
     """The requests of all APIs, and the engine that runs them."""
 
-    def __init__(self, options: ServiceOptions, tokenizer: Tokenizer, observers: Sequence[Observer] = ()):
+    def __init__(self, options: ServiceOptions, observers: Sequence[Observer] = ()):
         """Create the service; `start` starts its engine.
 
         observers: called with each request that has ended. Raises InputError for an unknown name of a format.
         """
-        self.name = options.name
-        self.tokenizer = tokenizer
+        self.name = options.models[0].name
         self.limits = options.limits
-        self.chat = Chat(options.chat_template)
-        template = options.chat_template.template if options.chat_template is not None else ""
-        self.tool_format = tool_format(options.tool_call_parser, template)
-        self.reasoning_format = reasoning_format(options.reasoning_parser, template)
         self.first_frame: Ready | None = None
         self.counters = Counters()  # of the engine's last step
         self._earlier = Counters()  # totals of the engines that died
@@ -60,6 +55,13 @@ class Service:
         self.observers = observers
         self.engine_options = options.engine
         self.adapters = Adapters(self.name, options.adapter_root, self._is_used)
+        self.chats: list[Chat] = []
+        self.models: dict[str, ServedModel] = {}
+        for model in options.models:
+            chat = self._chat(model.chat_template)
+            adapters = Adapters(model.name, None, self._is_used) if self.models else self.adapters
+            checkpoint = model.name if self.models else ""
+            self.models[model.name] = ServedModel(self, model, checkpoint, chat, adapters, self.metrics)
         self.link: EngineLink | None = None
         self._restarting = False  # an engine is being started, and no attempt has failed yet
         self._numbers = itertools.count()
@@ -78,10 +80,19 @@ class Service:
         self._measured_at = time.monotonic()
         self._num_measured = 0  # tokens since then
 
+    def _chat(self, template: ChatTemplate | None) -> Chat:
+        """Return the chat of a template; models of equal ones share its process."""
+        for chat in self.chats:
+            if chat.template == template:
+                return chat
+        self.chats.append(Chat(template))
+        return self.chats[-1]
+
     async def start(self) -> None:
         """Start the engine, and return when it is ready. Raises LockstepError."""
-        await self.chat.start()
-        self.tokenizer.min_tokens(0)  # reads the vocabulary, or the first request would wait for it
+        for chat in self.chats:
+            await chat.start()
+        self.default.tokenizer.min_tokens(0)  # reads the vocabulary, or the first request would wait for it
         await self._open()
         for name, task in (("supervise", self._supervise()), ("watch", self._watch())):
             self._tasks.append(asyncio.create_task(task, name=name))
@@ -114,7 +125,8 @@ class Service:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.fail_all(StreamError("the server is shutting down", 503, "shutting_down"))
-        await self.chat.stop()
+        for chat in self.chats:
+            await chat.stop()
         if self.link is not None:
             await self.link.stop()
 
@@ -223,8 +235,30 @@ class Service:
     def engine_pid(self) -> int | None:
         return None if self.link is None else self.link.pid
 
-    def submit(self, prompts: Sequence[PromptRequest]) -> Stream:
-        """Queue prompts, and return the stream of their answers. Raises StreamError."""
+    @property
+    def default(self) -> ServedModel:
+        """Return the model of requests that name none."""
+        return self.models[self.name]
+
+    @property
+    def model_names(self) -> list[str]:
+        """Return the names that requests may give: of models, and of their adapters."""
+        names = list[str]()
+        for model in self.models.values():
+            names += model.adapters.model_names
+        return names
+
+    def model(self, name: str | None) -> ServedModel:
+        """Return the model that a request names, itself or with an adapter. Raises BadRequest for none."""
+        if name is None or name in self.default.adapters.model_names:
+            return self.default
+        model = self.models.get(name)
+        if model is None:
+            raise BadRequest(f"model: expected {one_of(self.model_names)}, found {name[:80]!r}", "model", 404)
+        return model
+
+    def submit(self, prompts: Sequence[PromptRequest], model: ServedModel) -> Stream:
+        """Queue prompts of a model, and return the stream of their answers. Raises StreamError."""
         if self.draining:
             raise StreamError("the server is shutting down; try another one", 503, "shutting_down")
         if self._fault is not None:
@@ -237,7 +271,7 @@ class Service:
             for prompt in prompts:
                 salt = f"{tenant}/{prompt.request.cache_salt}"
                 prompt.request = replace(prompt.request, cache_salt=salt)
-        stream = Stream(prompts, self.tokenizer)
+        stream = Stream(prompts, model.tokenizer)
         self.streams.add(stream)
         for prompt in prompts:
             self._count_waiting(prompt, 1)
@@ -306,6 +340,7 @@ class Service:
                 reason = f"one of its frames cannot be handled: {fault_of(error)}"
             dead = self.link
             self.link = None
+            self._restarting = True
             self.adapters.engine_died()
             self._earlier = Counters(**{name: self.total(name) for name in _TOTALS}, drafts=self.drafts())
             self.counters = Counters()
@@ -314,7 +349,6 @@ class Service:
                 reason = f"it ended with code {code}"
             log.error(f"engine process {dead.pid} died: {reason}; starting another")
             self.record_crash()
-            self._restarting = True
             backoff = 0.5
             while self.link is None:
                 try:
@@ -379,6 +413,9 @@ class Service:
     def _handle_refusal(self, frame: Refused) -> None:
         prompt = self.prompts.get(frame.id)
         if prompt is None:
+            return
+        if frame.is_fault:
+            self.fail(prompt.stream, StreamError(f"the model cannot be loaded: {frame.message}", 503, "model_lost"))
             return
         code = "invalid_grammar" if frame.param else "request_too_large"
         self.fail(prompt.stream, StreamError(frame.message, 400, code, param=frame.param))

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from lockstep.artifacts.chat_template import ChatTemplate
+    from lockstep.runtime.request import CheckpointFiles
+    from lockstep.runtime.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,8 @@ class EngineOptions:
     max_num_tokens, max_input_len. loaded: name, folder and SHA-256 of each adapter that an earlier engine process had
     loaded. threads: of the CPU. kv_bytes: of the KV cache, or a fraction below 1 of the free memory. chunk_size,
     long_prefill_token_threshold: in tokens. grammar_seconds: that a grammar may take to compile. speculative: the
-    fields of `Speculative`, None for no drafts. log_level: see `start_log`. None elsewhere: the default.
+    fields of `Speculative`, None for no drafts. log_level: see `start_log`. others: further checkpoints, by the
+    names of their models. max_bound: checkpoints that are in memory at a time. None elsewhere: the default.
     """
 
     engines: str
@@ -40,6 +43,8 @@ class EngineOptions:
     loaded: Sequence[tuple[str, str, str]] = ()
     speculative: Mapping[str, Any] | None = None
     log_level: str = "info"
+    others: Sequence[CheckpointFiles] = ()
+    max_bound: int | None = None
 
 
 @dataclass(frozen=True)
@@ -60,19 +65,30 @@ class ServiceLimits:
 
 
 @dataclass(frozen=True)
-class ServiceOptions:
-    """What a service serves, and how.
+class ServedModelOptions:
+    """A model that a service serves, by its name in requests.
 
-    name: of the model, in requests. engine: of the engine process. chat_template: None where chats are refused.
-    adapter_root: see `Adapters`. tool_call_parser, reasoning_parser: names of formats; None: recognise them from the
-    chat template.
+    chat_template: None where chats are refused. tool_call_parser, reasoning_parser: names of formats; None: recognise
+    them from the chat template.
     """
 
     name: str
-    engine: EngineOptions
-    limits: ServiceLimits = ServiceLimits()
+    tokenizer: Tokenizer
     chat_template: ChatTemplate | None = None
-    metrics_prefix: str = "lockstep"
-    adapter_root: Path | None = None
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
+
+
+@dataclass(frozen=True)
+class ServiceOptions:
+    """What a service serves, and how.
+
+    models: the first one is that of requests that name none; further ones are `engine.others`, in their order.
+    adapter_root: see `Adapters`.
+    """
+
+    models: Sequence[ServedModelOptions]
+    engine: EngineOptions
+    limits: ServiceLimits = ServiceLimits()
+    metrics_prefix: str = "lockstep"
+    adapter_root: Path | None = None

@@ -11,7 +11,7 @@ from lockstep.runtime.checks import expect, expect_tokens
 from lockstep_serve.bodies import BadRequest, Unsupported, bad_request
 from lockstep_serve.messages import chat_text
 from lockstep_serve.prompts import LONG, Turns, encode_texts
-from lockstep_serve.service import Service
+from lockstep_serve.served_model import ServedModel
 
 _TURNS = Turns(1, "tokenization")
 
@@ -38,9 +38,9 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
     tokens: list[int]
 
 
-async def tokenize(body: TokenizeBody, service: Service) -> bytes:
+async def tokenize(body: TokenizeBody, model: ServedModel) -> bytes:
     """Return the tokens of a text or a chat, as JSON. Raises BadRequest, StreamError."""
-    service.adapters.resolve(body.model)
+    model.adapters.resolve(body.model)
     if body.prompt is None and body.messages is None:
         raise BadRequest("prompt: expected either prompt or messages, found neither", "prompt")
     if body.prompt is not None and body.messages is not None:
@@ -52,49 +52,49 @@ async def tokenize(body: TokenizeBody, service: Service) -> bytes:
     else:
         continues = bool(body.continue_final_message)
         variables = body.chat_template_kwargs or {}
-        text = await chat_text(service, body.messages, body.add_generation_prompt, continues, variables)
+        text = await chat_text(model, body.messages, body.add_generation_prompt, continues, variables)
         param = "messages"
         special = bool(body.add_special_tokens)
-    (tokens,) = await encode_texts([text], service.tokenizer, param, _max_tokens(service), special, _TURNS)
+    (tokens,) = await encode_texts([text], model.tokenizer, param, _max_tokens(model), special, _TURNS)
 
     def answer() -> bytes:
         ids = tokens.tolist()
-        names = service.tokenizer.names(ids) if body.return_token_strs else None
-        limit = service.ready.max_seq_len
+        names = model.tokenizer.names(ids) if body.return_token_strs else None
+        limit = model.ready.max_seq_len
         return msgspec.json.encode({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": names})
 
     return await _TURNS.run(answer, len(tokens))
 
 
-async def detokenize(body: DetokenizeBody, service: Service) -> bytes:
+async def detokenize(body: DetokenizeBody, model: ServedModel) -> bytes:
     """Return the JSON of the text of token ids, special ones too. Raises BadRequest, StreamError."""
-    service.adapters.resolve(body.model)
-    limit = 3 * _max_tokens(service)  # more than `encode_texts` returns
+    model.adapters.resolve(body.model)
+    limit = 3 * _max_tokens(model)  # more than `encode_texts` returns
     try:
         expect("tokens", len(body.tokens), 0, limit, "tokens")
-        expect_tokens("tokens", body.tokens, service.ready.vocab_size)
+        expect_tokens("tokens", body.tokens, model.ready.vocab_size)
     except InputError as error:
         raise bad_request(error) from None
 
     def answer() -> bytes:
-        return msgspec.json.encode({"prompt": service.tokenizer.decode_whole(body.tokens)})
+        return msgspec.json.encode({"prompt": model.tokenizer.decode_whole(body.tokens)})
 
     return await _TURNS.run(answer, len(body.tokens))
 
 
-def _max_tokens(service: Service) -> int:
-    return max(service.ready.max_seq_len, LONG)
+def _max_tokens(model: ServedModel) -> int:
+    return max(model.ready.max_seq_len, LONG)
 
 
-def tokenizer_info(service: Service) -> dict[str, Any]:
+def tokenizer_info(model: ServedModel) -> dict[str, Any]:
     """Return the fields of tokenizer_config.json that clients read."""
-    tokenizer = service.tokenizer
-    template = service.chat.template
-    ends = tokenizer.names(service.ready.eos_token_ids)
+    tokenizer = model.tokenizer
+    template = model.chat.template
+    ends = tokenizer.names(model.ready.eos_token_ids)
     begins = tokenizer.names(tokenizer.encode("").tolist()[:1])
     info: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": service.ready.max_seq_len,
+        "model_max_length": model.ready.max_seq_len,
         "eos_token": next(iter(ends), None),
     }
     if template is None:

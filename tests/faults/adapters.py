@@ -40,7 +40,7 @@ def one_too_high(claim):
     def next_slot(self, slot, adapter):
         done = claim(self, slot, adapter)
         if done and adapter is not None:
-            self.adapter_slots[slot] = np.minimum(self.adapter_slots[slot] + 1, self.max_adapters - 1)
+            self.places[slot] = np.minimum(self.places[slot] + 1, self.num_places - 1)
         return done
 
     return next_slot

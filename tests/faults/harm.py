@@ -167,7 +167,7 @@ def adapters(requests: Requests) -> Iterator[np.ndarray]:
     model = requests.model
     loaded = requests.model.adapters.loaded
     real = sorted(loaded)
-    names = [f"{real[slot % len(real)]} as {slot}" for slot in range(model.adapters.residency.max_adapters)]
+    names = [f"{real[slot % len(real)]} as {slot}" for slot in range(model.adapters.residency.num_places)]
     for slot, name in enumerate(names):
         adapter = loaded[real[slot % len(real)]]
         model.adapters.add(replace(adapter, name=name, scale=adapter.scale * (1 + slot / 2)))  # each another one

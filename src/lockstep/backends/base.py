@@ -151,9 +151,14 @@ class Backend(Protocol):
         return np.empty(shape, dtype)
 
     def executor(
-        self, network: Network, rows: int, max_seq_len: int, max_num_tokens: int | None, kv_bytes: float | None
+        self,
+        networks: Sequence[Network],
+        rows: int,
+        max_seq_len: int,
+        max_num_tokens: int | None,
+        kv_bytes: float | None,
     ) -> Executor | None:
-        """Return an executor of this backend's network on its ranks' devices; None: the runtime's own, on the host."""
+        """Return an executor of networks on their ranks' devices; None: the runtime's own, on the host."""
         return None
 
     def decode_layers(self, network: Network) -> HostExecutable | None:

@@ -10,7 +10,7 @@ from lockstep.runtime.drafts import NgramDrafter, Speculation
 from lockstep.runtime.engine import Engine
 from lockstep.runtime.generate import Generation, TextDelta, generate
 from lockstep.runtime.model import Model, ModelOptions
-from lockstep.runtime.request import Request, Speed, Token
+from lockstep.runtime.request import CheckpointFiles, Request, Speed, Token
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.step.advance import Advance
 from lockstep.step.logits_pipeline import Sampler
@@ -18,6 +18,7 @@ from lockstep.step.sampling import Sampling
 
 __all__ = [
     "Advance",
+    "CheckpointFiles",
     "Choice",
     "Completion",
     "Decoding",

@@ -23,7 +23,7 @@ class ActiveChoice:
     answer: its tokens; the next step computes the last one. replayed: tokens that were returned before an interruption
     and are still to be recomputed. sampling_slot: the slot whose sampling parameters the model has, or -1. bad_words:
     has seen all tokens of `replayed`. masked_ends: whether the model's masks are without end tokens; None: it has none.
-    grammar_failed: the grammar allows no token.
+    grammar_failed: the grammar allows no token. eos_token_ids: of its checkpoint.
     """
 
     index: int
@@ -32,6 +32,7 @@ class ActiveChoice:
     prompt: np.ndarray
     sampler: Sampler
     scheduled: Scheduled
+    eos_token_ids: Collection[int]
     answer: list[int] = field(default_factory=list)
     sampling_slot: int = -1
     replayed: deque[int] = field(default_factory=deque)
@@ -63,7 +64,7 @@ class ActiveChoice:
         self.sampling_slot = -1
         self.masked_ends = None
 
-    def masks(self, vocab_size: int, num_unknown: int, eos_token_ids: Collection[int]) -> Masks | None:
+    def masks(self, vocab_size: int, num_unknown: int) -> Masks | None:
         """Return the tokens that the model may choose next; None if it knows them, or if all are allowed.
 
         num_unknown: tokens of the answer that the host does not have yet.
@@ -74,17 +75,17 @@ class ActiveChoice:
             needs_none = not masks_ends and not sampling.bad_sequences and self.masked_ends is None
             if needs_none or masks_ends == self.masked_ends:
                 return None
-        allowed = self._allowed(eos_token_ids)
+        allowed = self._allowed()
         if self.grammar_failed:
             return None
         self.masked_ends = masks_ends
         return self.sampler.masks(vocab_size, allowed, self._forbidden, num_unknown)
 
-    def _allowed(self, eos_token_ids: Collection[int]) -> np.ndarray | None:
+    def _allowed(self) -> np.ndarray | None:
         """Return what the grammar allows; None for all. Sets `grammar_failed` if it allows none."""
         if self.matcher is None:
             return None
-        allowed = self.matcher.allowed(self.request.stop_ids.intersection(eos_token_ids))
+        allowed = self.matcher.allowed(self.request.stop_ids.intersection(self.eos_token_ids))
         self.grammar_failed = allowed is None
         return allowed
 
@@ -92,7 +93,7 @@ class ActiveChoice:
     def _forbidden(self) -> np.ndarray:
         return np.zeros(0, np.int64) if self.bad_words is None else self.bad_words.tokens()
 
-    def pipeline_row(self, row: np.ndarray | Sampled, eos_token_ids: Collection[int]) -> Row | None:
+    def pipeline_row(self, row: np.ndarray | Sampled) -> Row | None:
         """Return what the logits pipeline chooses the next token from.
 
         None if the model or `Request.choose` chooses it, if it was given out before, or if the grammar allows none.
@@ -100,14 +101,12 @@ class ActiveChoice:
         """
         if isinstance(row, Sampled) or self.request.choose or self.replayed or not self.request.max_new_tokens:
             return None
-        allowed = self._allowed(eos_token_ids)
+        allowed = self._allowed()
         if self.grammar_failed:
             return None
         return Row(self.sampler, row, self.scheduled.num_computed, allowed, self._forbidden)
 
-    def next_token(
-        self, row: np.ndarray | Sampled, sampled: Sampled | None, max_seq_len: int, eos_token_ids: Collection[int]
-    ) -> Token | None:
+    def next_token(self, row: np.ndarray | Sampled, sampled: Sampled | None, max_seq_len: int) -> Token | None:
         """Append the next token; return None for one that was given out before.
 
         With its `finish` the choice has ended. row: as for `pipeline_row`. sampled: what the pipeline chose.
@@ -128,7 +127,7 @@ class ActiveChoice:
         token = sampled.token
         self.answer.append(token)
         # In this order: an end token is one whatever else ends the answer with it.
-        if token in request.stop_ids or (finish == "grammar_end" and token in eos_token_ids):
+        if token in request.stop_ids or (finish == "grammar_end" and token in self.eos_token_ids):
             finish = "stop_id"
         elif finish is None and len(self.answer) == request.max_new_tokens:
             finish = "max_new_tokens"

@@ -33,7 +33,7 @@ class Adapters:
         self._modules = adapted_modules(assembly)
         self._dtype = named_dtype(assembly.dtype)
         rank = slots.max_lora_rank
-        adapter_slots = self.residency.adapter_slots
+        adapter_slots = self.residency.places
         self._writer = executor.take_adapters(arrays, rank, adapter_slots) or _HostWriter(arrays, rank)
 
     @classmethod
@@ -100,7 +100,7 @@ class Adapters:
 
     @property
     def adapter_slots(self) -> np.ndarray:
-        return self.residency.adapter_slots
+        return self.residency.places
 
 
 class _HostWriter:

@@ -30,63 +30,73 @@ from lockstep.weights.adapters import LoraArrays, arrays_of, empty_arrays
 from lockstep.weights.ranks import RankWeights
 
 
-def open_network(
-    engines: EngineSet,
-    weights_json: str | os.PathLike,
-    layers: int | str,
-    threads: int | None = None,
-    low_memory: bool = False,
-    shared: Network | None = None,
-) -> Network:
-    """Bind the engine set to the weights, cut after `layers` layers (or "all").
+class Binder:
+    """The engines of a model cut after some layers, loaded once, to be bound to checkpoints of its shape."""
 
-    shared: a network on the host of the same engines and weights, with whose layers this one begins.
+    def __init__(self, engines: EngineSet, layers: int | str, threads: int | None = None, low_memory: bool = False):
+        """Load the engines; layers: "all", or a number. Raises InputError for one that the model does not have."""
+        self.engines = engines
+        self.assembly = with_activations(engines.assembly, engines.backend.activations)
+        self.num_layers = layer_count(self.assembly, layers)
+        self._layers = self.assembly.first_layers(self.num_layers)
+        self._of_devices = self.assembly.tensor_parallel is not None and engines.backend.rank_devices
+        self._ranks: list[_RankBinder] = []
+        if self._of_devices:
+            assert self.assembly.tensor_parallel is not None
+            degree = self.assembly.tensor_parallel.degree
+            self._ranks = [_RankBinder(engines, self.assembly, self._layers, rank) for rank in range(degree)]
+            return
+        load = functools.partial(engines.load, threads=threads, low_memory=low_memory)
+        blocks = engine_blocks(self.assembly)
+        self._programs = {name: load(name) for name, _ in self.assembly.engine_graphs() if name in blocks}
+        self._bases = {name: load(name) for name, _ in base_graphs(self.assembly) if name in engines.manifest.engines}
+        self._mixers = _layer_mixers(engines, self.assembly.mixers, self._layers, load)
+        if self.assembly.tensor_parallel is not None:
+            for name, mixer in self._mixers.items():
+                if isinstance(mixer, LayerAttention):
+                    self._mixers[name] = _heads_of_ranks(mixer, self.assembly.tensor_parallel, name)
 
-    Raises InputError for a layer count that the model does not have, or a tensor that the weights lack or hold in
-    another shape.
-    """
-    assembly = with_activations(engines.assembly, engines.backend.activations)
-    weights = Weights.open(weights_json)
-    count = layer_count(assembly, layers)
-    ranks = assembly.tensor_parallel
-    weights.check_precision(assembly.precision, "the assembly")
-    chosen = assembly.first_layers(count)
-    if ranks is not None and engines.backend.rank_devices:
-        first_rank, *other_ranks = (
-            _network_of_rank(engines, weights, chosen, ranks, rank) for rank in range(ranks.degree)
-        )
-        return replace(first_rank, others=tuple(other_ranks))
-    load = functools.partial(engines.load, threads=threads, low_memory=low_memory)
-    programs = {name: load(name) for name, _ in assembly.engine_graphs() if name in engine_blocks(assembly)}
-    bases = {name: load(name) for name, _ in base_graphs(assembly) if name in engines.manifest.engines}
+    def bind(self, weights_json: str | os.PathLike, shared: Network | None = None) -> Network:
+        """Return the network of a checkpoint.
 
-    def bound(part: BoundBlock) -> Block:
+        shared: a network on the host of the same engines and weights, with whose layers this one begins.
+
+        Raises InputError for a tensor that the weights lack or hold in another shape, or files that have changed.
+        """
+        weights = Weights.open(weights_json)
+        weights.check_precision(self.assembly.precision, "the assembly")
+        if self._of_devices:
+            first_rank, *other_ranks = (binder.bind(weights) for binder in self._ranks)
+            return replace(first_rank, others=tuple(other_ranks))
+        bound = functools.partial(self._bound, weights)
+        if shared is not None and len(self._layers) == len(shared.layers):
+            return shared
+        if shared is not None and len(self._layers) < len(shared.layers):
+            exit_block = bound(self.assembly.exit_of(self._layers))
+            network = replace(shared, layers=shared.layers[: len(self._layers)], exit=exit_block)
+        else:
+            network = _network(self.assembly, self._layers, bound, self._mixers)
+        network = replace(network, decode_layers=self.engines.backend.decode_layers(network))
+        weights.drop_pages()  # engines have copies, or map the files themselves
+        return network
+
+    def _bound(self, weights: Weights, part: BoundBlock) -> Block:
+        assembly = self.assembly
+        engines = self.engines
+        ranks = assembly.tensor_parallel
         signature = assembly.classes[part.graph].signature
         check_slots(weights, part.slots, signature.slots, part.graph)
         if ranks is not None and (sharded := ranks.classes.get(part.graph)):
-            return Block.whole(_of_ranks(engines, weights, part, sharded, programs), signature)
-        run = programs[part.graph].bind(weights, engines.tensors(part.graph, part.slots))
+            return Block.whole(_of_ranks(engines, weights, part, sharded, self._programs), signature)
+        run = self._programs[part.graph].bind(weights, engines.tensors(part.graph, part.slots))
         rows = run.adapter_rows if isinstance(run, HasAdapterRows) else {}
         arrays = empty_arrays(assembly.adapters, part, named_dtype(assembly.dtype), engines.backend.empty, rows)
         unbound = replace(signature, inputs=tuple(io for io in signature.inputs if io.name not in rows))
         block = Block.whole(run, unbound, {**arrays, **rows})
-        if (base := base_engine(part.graph)) not in bases:
+        if (base := base_engine(part.graph)) not in self._bases:
             return block
-        plain = bases[base].bind(weights, engines.tensors(base, part.slots))
+        plain = self._bases[base].bind(weights, engines.tensors(base, part.slots))
         return replace(block, base=Block.whole(plain, _without(signature, assembly.adapters, part.graph)))
-
-    if shared is not None and len(chosen) == len(shared.layers):
-        return shared
-    if shared is not None and len(chosen) < len(shared.layers):
-        return replace(shared, layers=shared.layers[: len(chosen)], exit=bound(assembly.exit_of(chosen)))
-    mixers = _layer_mixers(engines, assembly.mixers, chosen, load)
-    if ranks is not None:
-        for name, mixer in mixers.items():
-            if isinstance(mixer, LayerAttention):
-                mixers[name] = _heads_of_ranks(mixer, ranks, name)
-    network = _network(assembly, chosen, bound, mixers)
-    weights.drop_pages()  # engines have copies, or map the files themselves
-    return network
 
 
 def _network(
@@ -137,15 +147,28 @@ def adapted_modules(assembly: Assembly) -> set[str]:
     return modules
 
 
-def _network_of_rank(
-    engines: EngineSet, weights: Weights, chosen: Sequence[Layer], ranks: TensorParallel, rank: int
-) -> Network:
-    assembly = with_activations(engines.assembly, engines.backend.activations)
-    load = functools.partial(engines.load, rank=rank)
-    programs = {name: load(name) for name in sorted(engine_blocks(assembly))}
+class _RankBinder:
+    """The engines of a rank that has a device of its own."""
 
-    def bound(part: BoundBlock) -> Block:
-        signature = assembly.classes[part.graph].signature
+    def __init__(self, engines: EngineSet, assembly: Assembly, layers: Sequence[Layer], rank: int):
+        assert assembly.tensor_parallel is not None
+        self._engines = engines
+        self._assembly = assembly
+        self._layers = layers
+        self._tensor_parallel = assembly.tensor_parallel
+        self._rank = rank
+        load = functools.partial(engines.load, rank=rank)
+        self._programs = {name: load(name) for name in sorted(engine_blocks(assembly))}
+        self._mixers = _layer_mixers(engines, self._tensor_parallel.variants, layers, load)
+
+    def bind(self, weights: Weights) -> Network:
+        return _network(self._assembly, self._layers, functools.partial(self._bound, weights), self._mixers)
+
+    def _bound(self, weights: Weights, part: BoundBlock) -> Block:
+        engines = self._engines
+        ranks = self._tensor_parallel
+        programs = self._programs
+        signature = self._assembly.classes[part.graph].signature
         check_slots(weights, part.slots, signature.slots, part.graph)
         sharded = ranks.classes.get(part.graph)
         if sharded is None:
@@ -153,11 +176,9 @@ def _network_of_rank(
         pieces = []
         for piece in sharded.pieces:
             piece_signature = ranks.graphs[piece.graph].signature
-            run = _bind_piece(engines, weights, part, sharded, piece, programs, rank)
+            run = _bind_piece(engines, weights, part, sharded, piece, programs, self._rank)
             pieces.append(ShardCall(run, piece_signature, piece.sums))
         return Block(tuple(pieces), _local(signature, sharded))
-
-    return _network(assembly, chosen, bound, _layer_mixers(engines, ranks.variants, chosen, load))
 
 
 def _local(signature: Signature, sharded: ShardedClass) -> Signature:

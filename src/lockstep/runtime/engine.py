@@ -11,7 +11,7 @@ import functools
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,7 @@ _MAX_PREFILL_TOKENS = 512
 MAX_ROOT_KEYS = 1024
 # How long a step waits for grammars to compile when it has nothing to compute.
 _GRAMMAR_POLL_S = 0.005
+_LOAD_POLL_S = 0.001  # the same for weights
 
 
 class Engine:
@@ -63,7 +64,7 @@ class Engine:
         prefix_caching: bool = True,
         admission: Admission = "guaranteed",
         long_prefill_token_threshold: int | None = None,
-        grammars: GrammarCompiler | None = None,
+        grammars: Mapping[str, GrammarCompiler] | None = None,
         speculation: Speculation | None = None,
         lookahead: int | None = None,
         samples_on_host: bool = False,
@@ -74,7 +75,7 @@ class Engine:
             max_num_tokens: limit of tokens in one step, at most the model's.
             long_prefill_token_threshold: limit of tokens of one prompt in a step in which other requests decode, in
                 whole chunks; by default one chunk on a CPU, no limit on a GPU.
-            grammars: compiles the grammars of requests.
+            grammars: compile the grammars of requests, one for each checkpoint; None: no request may have one.
             speculation: proposes draft tokens. Answers are bit-identical with and without it.
             lookahead: see `SchedulerOptions`.
             samples_on_host: on a GPU too, choose from logits whatever is more than a draw, so that tokens have them. It
@@ -112,7 +113,9 @@ class Engine:
             lookahead=lookahead,
         )
         residency = model.adapters.residency if model.adapters is not None else None
-        self._scheduler = Scheduler(model.tables, options, residency)
+        self._scheduler = Scheduler(
+            model.tables, options, residency, model.checkpoints.residency, model.checkpoints.is_bound
+        )
         self._max_prompt_len = model.max_seq_len
         if max_input_len is not None:
             self._max_prompt_len = min(max_input_len, model.max_seq_len)
@@ -129,11 +132,13 @@ class Engine:
         self.root_key = functools.lru_cache(MAX_ROOT_KEYS)(functools.partial(root_key, model))
         self.choices: dict[Scheduled, ActiveChoice] = {}
         self.swapped: dict[Scheduled, Any] = {}
-        self._grammars = grammars
+        self._grammars = grammars or {}
         # Choices of requests whose grammar is being compiled, by request number.
         self._compiling: dict[int, list[ActiveChoice]] = {}
         self._next_index = 0
         self.refused: list[tuple[int, str]] = []
+        # The same of requests whose weights cannot be loaded.
+        self.failed: list[tuple[int, str]] = []
         # Of the last step: (request, position of the first token, log-probabilities of it and the tokens after it).
         self.prompt_logprobs: list[tuple[int, int, list[Logprobs]]] = []
         # Of the last step: (request, tokens of its prompt that came from the prefix cache).
@@ -168,13 +173,15 @@ class Engine:
         """
         model = self._model
         if not is_checked:
-            request = check_request(request, model, self._max_prompt_len, self._grammars is not None)
+            request = check_request(request, model, self._max_prompt_len, bool(self._grammars))
+        model.checkpoints[request.checkpoint]  # raises InputError for an unknown one
         model.check_adapter(request.adapter)
         prompt = np.asarray(request.prompt_ids)
         prefix: list[bytes] = []
         if self.prefix_caching and request.prompt_logprobs is None and len(prompt) > self._scheduler.options.chunk_size:
             adapter = model.adapters.digest(request.adapter) if model.adapters is not None else None
-            prefix = chunk_keys(self.root_key(request.cache_salt, adapter), prompt, self._scheduler.options.chunk_size)
+            root = self.root_key(request.cache_salt, adapter, request.checkpoint)
+            prefix = chunk_keys(root, prompt, self._scheduler.options.chunk_size)
         samplers = self._samplers(request, prompt)
         return PreparedRequest(request, prompt, prefix, samplers, self._bad_words(request, prompt))
 
@@ -192,7 +199,7 @@ class Engine:
             return [None] * request.n
         filters: list[BadWordFilter | None] = []
         for _ in range(request.n):
-            word_filter = BadWordFilter(self._model.vocabulary, texts, prompt)
+            word_filter = BadWordFilter(self._model.checkpoints[request.checkpoint].vocabulary, texts, prompt)
             for token in request.answer_ids:
                 word_filter.push(token)
             filters.append(word_filter)
@@ -232,7 +239,8 @@ class Engine:
         # The last new token is returned but never computed, so it needs no cache row.
         max_tokens = min(len(prompt) + max(1, request.max_new_tokens) - 1, self._model.max_seq_len)
         choices = [
-            Scheduled(len(prompt), max_tokens, request.priority, adapter=request.adapter) for _ in range(request.n)
+            Scheduled(len(prompt), max_tokens, request.priority, adapter=request.adapter, checkpoint=request.checkpoint)
+            for _ in range(request.n)
         ]
         choices[0].prefix = prepared.prefix
         # Choices fork from the first one's computed prompt; without shared or copied pages each computes it itself.
@@ -242,15 +250,24 @@ class Engine:
         for scheduled in queued:
             self._scheduler.add(scheduled, is_held=request.grammar is not None)
         self._next_index = max(self._next_index, index + 1)
+        end_ids = self._model.checkpoints[request.checkpoint].eos_token_ids
         for scheduled, sampler, word_filter in zip(choices, prepared.samplers, prepared.bad_words):
             replayed = deque(request.answer_ids)
             self.choices[scheduled] = ActiveChoice(
-                index, sampler.choice, request, prompt, sampler, scheduled, replayed=replayed, bad_words=word_filter
+                index,
+                sampler.choice,
+                request,
+                prompt,
+                sampler,
+                scheduled,
+                end_ids,
+                replayed=replayed,
+                bad_words=word_filter,
             )
         self.choices[choices[0]].prompt_logprobs = request.prompt_logprobs
-        if self._grammars is not None and request.grammar is not None:
+        if request.grammar is not None:
             self._compiling[index] = [self.choices[scheduled] for scheduled in choices]
-            self._grammars.submit(index, request.grammar, request.answer_ids)
+            self._grammars[request.checkpoint].submit(index, request.grammar, request.answer_ids)
         return index
 
     def add_all(self, requests: Iterable[Request]) -> list[int]:
@@ -283,8 +300,8 @@ class Engine:
         self._end_all(aborted)
         compiling = self._compiling.get(index, ())
         is_needed = any(choice.scheduled in self.choices for choice in compiling)
-        if self._grammars is not None and compiling and not is_needed:
-            self._grammars.forget(index)
+        if compiling and not is_needed:
+            self._grammars[compiling[0].request.checkpoint].forget(index)
             del self._compiling[index]
         return bool(aborted)
 
@@ -313,7 +330,7 @@ class Engine:
         try:
             while feed() or self.has_work:
                 tokens = self.step()
-                for _, message in self.refused:
+                for _, message in (*self.refused, *self.failed):
                     raise InputError(message)
                 yield (token for token in tokens if not self._was_aborted(token))
         finally:
@@ -371,14 +388,18 @@ class Engine:
         Raises CheckError when the device fails. This error, and any that `Request.choose` raises, ends all requests.
         """
         self._admit_compiled()
+        self._finish_loads()
         self.prompt_logprobs = []
         self.admitted = []
         self._aborted.clear()
         try:
             step = self._next_step()
             if not step.shares:
-                if self._grammars is not None and self._compiling:
-                    self._grammars.wait(_GRAMMAR_POLL_S)
+                if self._compiling:
+                    (first, *_) = self._compiling.values()
+                    self._grammars[first[0].request.checkpoint].wait(_GRAMMAR_POLL_S)
+                else:
+                    self._model.checkpoints.wait(_LOAD_POLL_S)
                 return []
             return self._choose_all(step, self._run_model(step))
         except BaseException:
@@ -441,9 +462,10 @@ class Engine:
     def _admit_compiled(self) -> None:
         """Let the scheduler admit requests whose grammar is compiled; end those whose grammar failed to compile."""
         self.refused = []
-        if self._grammars is None or not self._compiling:
+        self.failed = []
+        if not self._compiling:
             return
-        for index, outcome in self._grammars.poll():
+        for index, outcome in itertools.chain.from_iterable(compiler.poll() for compiler in self._grammars.values()):
             choices = self._compiling.pop(index)
             if isinstance(outcome, str):
                 self.refused.append((index, outcome))
@@ -453,6 +475,15 @@ class Engine:
                 choice.matcher = outcome.fork() if number else outcome
                 if choice.scheduled.status is Status.HELD:
                     self._scheduler.unhold(choice.scheduled)
+
+    def _finish_loads(self) -> None:
+        """Let steps use weights that are there; end the requests of those that cannot be loaded."""
+        checkpoints = self._model.checkpoints
+        for name, error in checkpoints.finish_loads():
+            choices = [choice for choice in self.choices.values() if choice.request.checkpoint == name]
+            self.failed += [(index, str(error)) for index in dict.fromkeys(choice.index for choice in choices)]
+            self._end_all(choices)
+            checkpoints.forget(name)
 
     def _next_step(self) -> SchedulerOutput:
         """Return the step scheduled ahead, without requests that have ended since, or schedule one now."""
@@ -477,6 +508,7 @@ class Engine:
                 model.move(slot, request.slot)
                 self.choices[request].forget_slot()
         step = scheduler.schedule()
+        model.checkpoints.start_loads()
         for request in step.swapped_in:
             model.swap_in(request.slot, self.swapped.pop(request))
         self.admitted += [(self.choices[request].index, request.num_computed) for request, _ in step.admitted]
@@ -592,8 +624,10 @@ class Engine:
                     self._set_sampling(choice)
                 if chooses and self._device_processes and not choice.replayed:
                     num_unknown = int(tokens is PREVIOUS_TOKEN)
-                    masks = choice.masks(self._model.vocab_size, num_unknown, self._model.eos_token_ids)
-            advances.append(Advance(scheduled.slot, tokens, start, scheduled in step.drafts, keeps_states, masks))
+                    masks = choice.masks(self._model.vocab_size, num_unknown)
+            network = self._model.checkpoints.network(scheduled.slot)
+            verifies = scheduled in step.drafts
+            advances.append(Advance(scheduled.slot, tokens, start, verifies, keeps_states, masks, network))
         return advances
 
     def _set_sampling(self, choice: ActiveChoice) -> None:
@@ -665,12 +699,12 @@ class Engine:
     def _choose(self, rows: Sequence[tuple[ActiveChoice, np.ndarray | Sampled]]) -> list[Token]:
         """Choose the next token of each choice from its logits, or take the one that the model chose."""
         model = self._model
-        pipeline_rows = [choice.pipeline_row(row, model.eos_token_ids) for choice, row in rows]
+        pipeline_rows = [choice.pipeline_row(row) for choice, row in rows]
         sampled = iter(choose([row for row in pipeline_rows if row is not None]))
         tokens = []
         for (choice, row), pipeline_row in zip(rows, pipeline_rows):
             from_logits = next(sampled) if pipeline_row is not None else None
-            token = choice.next_token(row, from_logits, model.max_seq_len, model.eos_token_ids)
+            token = choice.next_token(row, from_logits, model.max_seq_len)
             if token is None:
                 continue
             tokens.append(token)

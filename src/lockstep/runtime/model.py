@@ -14,16 +14,14 @@ import numpy as np
 
 from lockstep.backends import EngineSet
 from lockstep.errors import InputError
-from lockstep.manifests.manifest_files import content
 from lockstep.runtime.adapters import Adapters, unknown_adapter
-from lockstep.runtime.bad_words import Vocabulary
-from lockstep.runtime.binding import open_network
-from lockstep.runtime.tokenizer import Tokenizer
+from lockstep.runtime.binding import Binder
+from lockstep.runtime.checkpoints import Checkpoint, Checkpoints, check_shares
+from lockstep.runtime.request import CheckpointFiles
 from lockstep.step import host_memory
 from lockstep.step.advance import Advance, Executor, check, then_decode
 from lockstep.step.host import HostExecutor
 from lockstep.step.logits_pipeline import Sampler
-from lockstep.step.network import layer_count
 from lockstep.step.observer import Observer
 from lockstep.step.pages import PAGE_SIZE, PageTables
 from lockstep.step.sampling import Logprobs
@@ -47,7 +45,8 @@ class ModelOptions:
     cache, or below 1 the fraction of free memory; by default, on a CPU, a quarter of the container's or machine's
     memory. chunk_size: long prompts are computed in chunks that end at its multiples; by default 256 on a CPU, else 64.
     adapters_json: the manifest of the model's adapters. cut_of: an open model; if it has the same engines and weights,
-    its bound layers are reused.
+    its bound layers are reused. others: further checkpoints that the engines run with. max_bound: checkpoints that are
+    in memory at a time; None: all.
     """
 
     max_batch_size: int | None = None
@@ -59,6 +58,8 @@ class ModelOptions:
     chunk_size: int | None = None
     adapters_json: str | os.PathLike | None = None
     cut_of: Model | None = None
+    others: Sequence[CheckpointFiles] = ()
+    max_bound: int | None = None
 
 
 class Model:
@@ -71,22 +72,19 @@ class Model:
         engines: EngineSet,
         layers: int,
         chunk_size: int,
-        weights_sha256: str,
-        assembly_json: str | os.PathLike,
+        checkpoints: Checkpoints,
         adapters: Adapters | None = None,
     ):
         self.engines = engines
         self.chunk_size = chunk_size
-        self.weights_sha256 = weights_sha256
+        self.checkpoints = checkpoints
         self.layers = layers
         self.vocab_size = engines.assembly.vocab_size
         self.max_batch_size = executor.num_slots
         self.max_seq_len = executor.max_seq_len
         self.max_num_tokens = max_num_tokens
-        self.eos_token_ids = engines.assembly.eos_token_ids
         self.executor = executor
         self.adapters = adapters
-        self.assembly_json = assembly_json
 
     @classmethod
     def open(
@@ -99,18 +97,25 @@ class Model:
     ) -> Model:
         """Open engines, weights and KV cache for the first `layers` layers.
 
-        Raises InputError for limits or a layer count that the model does not allow, and CheckError for engines that do
-        not fit this machine.
+        Raises InputError for limits or a layer count that the model does not allow, or a checkpoint of another shape,
+        and CheckError for engines that do not fit this machine.
         """
         engines = EngineSet.open(engines_json, assembly_json)
         rows, length, tokens = _limits(engines, assembly_json, options)
-        # A digest of the tensors, which does not depend on where the files are.
-        weights = content(Path(weights_json))
+        first = Checkpoint("", Path(assembly_json), Path(weights_json), engines.assembly)
+        checkpoints = [first]
+        for files in options.others:
+            assembly = check_shares(first.assembly_json, engines.assembly, Path(files.assembly))
+            checkpoints.append(Checkpoint(files.name, Path(files.assembly), Path(files.weights), assembly))
+        num_bound = min(options.max_bound or len(checkpoints), len(checkpoints))
         shared = None
         cut_of = options.cut_of
-        if cut_of is not None and (cut_of.engines.digest(), cut_of.weights_sha256) == (engines.digest(), weights):
-            shared = cut_of.executor.network if isinstance(cut_of.executor, HostExecutor) else None
-        network = open_network(engines, weights_json, layers, options.threads, options.low_memory, shared)
+        if cut_of is not None:
+            is_same = cut_of.engines.digest() == engines.digest() and cut_of.weights_sha256 == first.weights_sha256
+            if is_same and isinstance(cut_of.executor, HostExecutor):
+                shared = cut_of.executor.networks[0]
+        binder = Binder(engines, layers, options.threads, options.low_memory)
+        networks = [binder.bind(checkpoint.weights_json, shared) for checkpoint in checkpoints[:num_bound]]
         chunk_size = options.chunk_size
         kv_bytes = options.kv_bytes
         if chunk_size is None:
@@ -120,20 +125,24 @@ class Model:
             raise InputError(f"chunk_size: expected at least 1, found {chunk_size}")
         if kv_bytes is not None and kv_bytes <= 0:
             raise InputError(f"kv_bytes: expected at least 1, found {kv_bytes}")
-        executor = engines.backend.executor(network, rows, length, tokens, kv_bytes) or HostExecutor(
-            network, rows, length, chunk_size, host_bytes(kv_bytes), engines.backend.decode_layers(network)
+        executor = engines.backend.executor(networks, rows, length, tokens, kv_bytes) or HostExecutor(
+            networks, rows, length, chunk_size, host_bytes(kv_bytes)
         )
-        adapters = Adapters.open(options.adapters_json, engines.assembly, network, executor)
-        count = layer_count(engines.assembly, layers)
-        return cls(executor, tokens, engines, count, chunk_size, weights, assembly_json, adapters)
+        adapters = Adapters.open(options.adapters_json, engines.assembly, networks[0], executor)
+        bound = Checkpoints(checkpoints, executor, binder.bind, num_bound)
+        return cls(executor, tokens, engines, binder.num_layers, chunk_size, bound, adapters)
 
-    @functools.cached_property
-    def vocabulary(self) -> Vocabulary:
-        """Return the texts of all tokens, read from the assembly's tokenizer on first use.
+    @property
+    def assembly_json(self) -> Path:
+        return self.checkpoints[""].assembly_json
 
-        Raises InputError without a tokenizer that can be opened, CheckError for another one than was exported.
-        """
-        return Vocabulary(Tokenizer.open(self.assembly_json).pieces, self.vocab_size)
+    @property
+    def eos_token_ids(self) -> Sequence[int]:
+        return self.checkpoints[""].eos_token_ids
+
+    @property
+    def weights_sha256(self) -> str:
+        return self.checkpoints[""].weights_sha256
 
     @functools.cached_property
     def libraries(self) -> dict[str, str]:
@@ -258,7 +267,7 @@ class Model:
         """
         self.check_adapter(adapter)
         if self.adapters is not None and not self.adapters.residency.claim(slot, adapter):
-            limit = self.adapters.residency.max_adapters
+            limit = self.adapters.residency.num_places
             raise InputError(f"adapter {adapter!r}: expected at most {limit} at a time (max_adapters), found one more")
 
     def check_adapter(self, adapter: str | None) -> None:

@@ -14,14 +14,14 @@ import numpy as np
 from lockstep.runtime.model import Model
 
 
-def root_key(model: Model, salt: str = "", adapter_sha256: str | None = None) -> bytes:
-    """Return the key from which the keys of a model's prefixes are derived.
+def root_key(model: Model, salt: str = "", adapter_sha256: str | None = None, checkpoint: str = "") -> bytes:
+    """Return the key from which the keys of the prefixes of one of a model's checkpoints are derived.
 
-    It covers everything that determines cached values besides the tokens. Requests with different salts or adapters
-    share nothing.
+    It covers everything that determines cached values besides the tokens. Requests with different checkpoints, salts or
+    adapters share nothing.
     """
     identity: dict[str, Any] = {
-        "weights": model.weights_sha256,
+        "weights": model.checkpoints[checkpoint].weights_sha256,
         "engines": model.engines.digest(),
         "layers": model.layers,
         "chunk_size": model.chunk_size,

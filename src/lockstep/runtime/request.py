@@ -35,7 +35,8 @@ class Request:
     grammar: constrains each choice, which ends where the grammar allows no further token.
     prompt_logprobs: return log-probabilities of the prompt's tokens, and of this many top tokens
         (`Engine.prompt_logprobs`); max_new_tokens may then be 0.
-    adapter: name of a LoRA adapter, or None. id: the client's, for logs.
+    adapter: name of a LoRA adapter, or None. checkpoint: name of the weights, "" for the model's first ones. id: the
+        client's, for logs.
     """
 
     prompt_ids: Sequence[int] | np.ndarray
@@ -51,7 +52,17 @@ class Request:
     grammar: Grammar | None = None
     prompt_logprobs: int | None = None
     adapter: str | None = None
+    checkpoint: str = ""
     id: str = ""
+
+
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """The manifests of a checkpoint, and its name in requests: "" for the first one of a model."""
+
+    name: str
+    assembly: str
+    weights: str
 
 
 @dataclass(frozen=True)

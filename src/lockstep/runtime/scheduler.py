@@ -15,13 +15,17 @@ before others are admitted).
 
 A request whose adapter has no slot does not block those after it that need none, or one that is resident. After
 `ADAPTER_WAIT_STEPS`, no request with an adapter overtakes it any more, so that a slot becomes free.
+
+A step holds requests of one checkpoint. The checkpoints whose requests run, and whose weights are there, take turns. A
+request whose checkpoint has no network blocks no other for `ADAPTER_WAIT_STEPS` either; after that, no request of the
+least recently used checkpoint that has one is admitted, so that it becomes free.
 """
 
 from __future__ import annotations
 
 import enum
 import heapq
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -37,6 +41,7 @@ _PILE_FACTOR = 3
 # Tokens beyond those that a request holds for which optimistic admission reserves pages.
 LOOKAHEAD = 256
 Admission = Literal["guaranteed", "optimistic"]
+_Needs = tuple[str, str | None]  # a request's checkpoint and adapter
 
 
 class Status(enum.Enum):
@@ -59,8 +64,8 @@ class Scheduled:
 
     num_prompt_tokens: computed before the first new token. max_tokens: limit of cached tokens, prompt and answer.
     num_computed: cached tokens. prefix: keys of the prompt's whole chunks. siblings: further choices (n > 1).
-    published: chunks of the prompt that others can reuse. adapter: None for the base model.
-    blocked_since: the step at which only a slot for its adapter was missing, 0 for none.
+    published: chunks of the prompt that others can reuse. adapter: None for the base model. checkpoint: its weights.
+    blocked_since: the step at which only a place for its adapter or checkpoint was missing, 0 for none.
     """
 
     num_prompt_tokens: int
@@ -75,6 +80,7 @@ class Scheduled:
     order: tuple[int, int] = (0, 0)
     adapter: str | None = None
     blocked_since: int = 0
+    checkpoint: str = ""
 
     @property
     def decodes(self) -> bool:
@@ -92,6 +98,10 @@ class Scheduled:
     def slots(self) -> list[int]:
         return [choice.slot for choice in (self, *self.siblings) if choice.slot >= 0]
 
+    @property
+    def needs(self) -> _Needs:
+        return self.checkpoint, self.adapter
+
 
 @dataclass(slots=True)
 class SchedulerOutput:
@@ -105,6 +115,16 @@ class SchedulerOutput:
     swapped_in: list[Scheduled] = field(default_factory=list)
     shares: list[tuple[Scheduled, int]] = field(default_factory=list)
     drafts: Mapping[Scheduled, Sequence[int]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Blocked:
+    """Whose requests wait while a step is scheduled, since another one has waited so long: all with adapters, or those
+    of a checkpoint.
+    """
+
+    adapters: bool = False
+    checkpoint: str | None = None
 
 
 @dataclass(frozen=True)
@@ -151,17 +171,31 @@ class SchedulerOptions:
 class Scheduler:
     """Schedules requests, and allocates their slots and pages from `tables`."""
 
-    def __init__(self, tables: PageTables, options: SchedulerOptions, residency: Residency | None = None):
-        """Make a scheduler without requests; residency: slots of the adapters, None without adapters."""
+    def __init__(
+        self,
+        tables: PageTables,
+        options: SchedulerOptions,
+        residency: Residency | None = None,
+        networks: Residency | None = None,
+        is_bound: Callable[[str], bool] = lambda checkpoint: True,
+    ):
+        """Make a scheduler without requests.
+
+        residency: slots of the adapters, None without adapters. networks: those of the checkpoints, None for one
+        checkpoint. is_bound: whether the weights of a checkpoint that has a network are there.
+        """
         self.options = options
         self.tables = tables
         self.residency = residency
+        self._networks = networks
+        self._residencies = [entry for entry in (residency, networks) if entry is not None]
+        self._is_bound = is_bound
+        self._last_turns: dict[str, int] = {}  # by checkpoint: the step that it had last
         self._lookahead = LOOKAHEAD if options.lookahead is None else options.lookahead
         self.num_swaps = 0
         # A heap: low slots first, so that decoding rows are adjacent.
         self.free_slots = list(range(options.num_slots))
-        # A heap for each adapter.
-        self._waiting: dict[str | None, list[tuple[tuple[int, int], Scheduled]]] = {}
+        self._waiting: dict[_Needs, list[tuple[tuple[int, int], Scheduled]]] = {}  # heaps
         self._num_waiting = 0
         # Both sorted by `order`.
         self._running: list[Scheduled] = []
@@ -284,8 +318,8 @@ class Scheduler:
                 request.slot = heapq.heappop(self.free_slots)
                 heapq.heappush(self.free_slots, slot)
                 self.tables.move(slot, request.slot)
-                if self.residency is not None:
-                    self.residency.move(slot, request.slot)
+                for residency in self._residencies:
+                    residency.move(slot, request.slot)
                 moved.append((request, slot))
         return moved
 
@@ -301,16 +335,17 @@ class Scheduler:
         if self.options.admission == "optimistic":
             # Running requests come before new ones; `victim` has made room for these pages.
             self.tables.reserve(self._ends_on_new_pages())
-        all_swapped_in, adapters_blocked = self._swap_in(step)
-        if all_swapped_in:
-            self._admit(step, adapters_blocked)
-        step.shares = [(request, 1) for request in self._running if request.decodes]
+        blocked = _Blocked()
+        if self._swap_in(step, blocked):
+            self._admit(step, blocked)
+        running = self._running if self._networks is None else self._of_one_checkpoint()
+        step.shares = [(request, 1) for request in running if request.decodes]
         budget = self.options.max_num_tokens - len(step.shares)
         decoding = bool(step.shares)
-        if len(step.shares) < len(self._running):
+        if len(step.shares) < len(running):
             if decoding:
                 budget = self._prefill_budget(budget)
-            for request in self._running:
+            for request in running:
                 if request.in_prompt:
                     count = self._chunks(request, budget, decoding)
                     if count:
@@ -319,6 +354,16 @@ class Scheduler:
                     if budget <= 0:
                         break
         return step
+
+    def _of_one_checkpoint(self) -> list[Scheduled]:
+        """Return the running requests of the checkpoint whose turn it is: its last one is longest ago."""
+        due = {request.checkpoint for request in self._running if request.in_prompt or request.decodes}
+        turns = [(self._last_turns.get(name, 0), name) for name in due if self._is_bound(name)]
+        if not turns:
+            return []
+        _, chosen = min(turns)
+        self._last_turns[chosen] = self._steps
+        return [request for request in self._running if request.checkpoint == chosen]
 
     def _ends_on_new_pages(self) -> dict[int, int]:
         """Return, by slot, the length after this step of decoding requests whose pages are full."""
@@ -409,45 +454,41 @@ class Scheduler:
         return max(first_stop, stop) - start
 
     def _wait(self, request: Scheduled) -> None:
-        heapq.heappush(self._waiting.setdefault(request.adapter, []), (request.order, request))
+        heapq.heappush(self._waiting.setdefault(request.needs, []), (request.order, request))
 
-    def _first_waiting(self, excluded_adapters: Collection[str | None]) -> Scheduled | None:
+    def _first_waiting(self, skipped: Collection[_Needs]) -> Scheduled | None:
         candidates = []
-        for adapter in [*self._waiting]:
-            queue = self._waiting[adapter]
+        for needs in [*self._waiting]:
+            queue = self._waiting[needs]
             # Aborted requests are still in the heap.
             while queue and queue[0][1].status is not Status.WAITING:
                 heapq.heappop(queue)
             if not queue:
-                del self._waiting[adapter]
-            elif adapter not in excluded_adapters:
+                del self._waiting[needs]
+            elif needs not in skipped:
                 candidates.append(queue[0])
         if not candidates:
             return None
         _, request = min(candidates)
         return request
 
-    def _admit(self, step: SchedulerOutput, adapters_blocked: bool) -> None:
-        """Admit waiting requests while there is room.
-
-        adapters_blocked: a request has waited so long for an adapter slot that no other may claim one.
-        """
-        skipped_adapters: set[str | None] = set()
-        while (request := self._first_waiting(skipped_adapters)) is not None:
+    def _admit(self, step: SchedulerOutput, blocked: _Blocked) -> None:
+        """Admit waiting requests while there is room."""
+        skipped: set[_Needs] = set()
+        while (request := self._first_waiting(skipped)) is not None:
             # Other siblings have been aborted.
             request.siblings = [sibling for sibling in request.siblings if sibling.status is Status.FORKING]
             if len(self.free_slots) <= len(request.siblings):
                 return
-            if self._must_wait_for_adapter(request, adapters_blocked):
-                skipped_adapters.add(request.adapter)
-                adapters_blocked |= self._is_blocked_for_long(request)
+            if self._must_wait(request, blocked):
+                skipped.add(request.needs)
                 continue
             prefix_pages = self.tables.pool.find(request.prefix) if self.tables.shares is not None else []
             if not self._allocate(request, prefix_pages):
                 # A prefix that would be copied may itself hold the pages that are missing: try without it.
                 if not prefix_pages or self.tables.shares or not self._allocate(request, prefix_pages := []):
                     return
-            heapq.heappop(self._waiting[request.adapter])
+            heapq.heappop(self._waiting[request.needs])
             self._num_waiting -= 1
             request.published = 0
             if prefix_pages:
@@ -455,15 +496,20 @@ class Scheduler:
             request.num_computed = request.published * self.options.chunk_size
             step.admitted.append((request, prefix_pages))
 
-    def _must_wait_for_adapter(self, request: Scheduled, adapters_blocked: bool) -> bool:
-        if adapters_blocked and request.adapter is not None:
+    def _must_wait(self, request: Scheduled, blocked: _Blocked) -> bool:
+        """Return whether a request must wait for a place for its adapter or its checkpoint."""
+        slot = self.free_slots[0]
+        lacks_adapter = self.residency is not None and not self.residency.can_claim(slot, request.adapter)
+        lacks_network = self._networks is not None and not self._networks.can_claim(slot, request.checkpoint)
+        if (blocked.adapters and request.adapter is not None) or request.checkpoint == blocked.checkpoint:
             return True
-        return self.residency is not None and not self.residency.can_claim(self.free_slots[0], request.adapter)
-
-    def _is_blocked_for_long(self, request: Scheduled) -> bool:
-        """Record that only a slot for the request's adapter is missing; return whether it has been so for long."""
-        request.blocked_since = request.blocked_since or self._steps
-        return self._steps - request.blocked_since >= ADAPTER_WAIT_STEPS
+        if lacks_adapter or lacks_network:
+            request.blocked_since = request.blocked_since or self._steps
+            if self._steps - request.blocked_since >= ADAPTER_WAIT_STEPS:
+                blocked.adapters |= lacks_adapter
+                if lacks_network and self._networks is not None:
+                    blocked.checkpoint = self._networks.resident[0]
+        return lacks_adapter or lacks_network
 
     def _allocate(self, request: Scheduled, prefix_pages: list[int]) -> bool:
         """Give a request and its siblings slots and pages.
@@ -499,22 +545,16 @@ class Scheduler:
     def _shared_tokens(self, request: Scheduled) -> int:
         return request.num_prompt_tokens // PAGE_SIZE * PAGE_SIZE if self.tables.shares else 0
 
-    def _swap_in(self, step: SchedulerOutput) -> tuple[bool, bool]:
-        """Swap requests in while there is room.
-
-        Returns whether others may be admitted after them, and whether one has waited so long for an adapter slot that
-        no other may claim one.
-        """
-        adapters_blocked = False
-        skipped_adapters = set[str | None]()
+    def _swap_in(self, step: SchedulerOutput, blocked: _Blocked) -> bool:
+        """Swap requests in while there is room. Return whether others may be admitted after them."""
+        skipped = set[_Needs]()
         for request in [*self._swapped]:
             # Reserve as at admission: the steps of a prompt allocate no pages.
             tokens = min(request.max_tokens, max(request.num_prompt_tokens, request.num_computed) + self._lookahead)
             if not self.free_slots or self.tables.pages_for(tokens) > self.tables.pool.num_available:
-                return False, adapters_blocked
-            if request.adapter in skipped_adapters or self._must_wait_for_adapter(request, adapters_blocked):
-                skipped_adapters.add(request.adapter)
-                adapters_blocked |= self._is_blocked_for_long(request)
+                return False
+            if request.needs in skipped or self._must_wait(request, blocked):
+                skipped.add(request.needs)
                 continue
             self._swapped.remove(request)
             self._claim_slot(request)
@@ -522,13 +562,16 @@ class Scheduler:
             self.tables.reserve({request.slot: tokens})
             self._insert(request)
             step.swapped_in.append(request)
-        return True, adapters_blocked
+        return True
 
     def _claim_slot(self, request: Scheduled) -> None:
         request.slot = heapq.heappop(self.free_slots)
         if self.residency is not None:
             claimed = self.residency.claim(request.slot, request.adapter)
-            assert claimed, "`_must_wait_for_adapter` was called for this request"
+            assert claimed, "`_must_wait` was called for this request"
+        if self._networks is not None:
+            claimed = self._networks.claim(request.slot, request.checkpoint)
+            assert claimed, "`_must_wait` was called for this request"
 
     def _publish(self, request: Scheduled) -> list[tuple[Scheduled, int, list[int]]]:
         tables = self.tables
@@ -560,8 +603,8 @@ class Scheduler:
     def _leave(self, request: Scheduled) -> None:
         if request.slot >= 0:
             self.tables.release(request.slot)
-            if self.residency is not None:
-                self.residency.release(request.slot)
+            for residency in self._residencies:
+                residency.release(request.slot)
             heapq.heappush(self.free_slots, request.slot)
             request.slot = -1
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -15,6 +16,7 @@ from lockstep.step.sampling import Logprobs
 from lockstep.weights.adapters import AdapterWriter, LoraArrays
 
 if TYPE_CHECKING:
+    from lockstep.step.network import Network
     from lockstep.step.observer import Observer
 
 
@@ -31,6 +33,7 @@ class Advance:
         keeps_states: Keep the recurrent states at the ends of chunks until the next step, for `Executor.store`.
         masks: The tokens that may be chosen from this step on; None: as in the steps before. For executors that process
             logits.
+        network: The number of the executor's network, and so the weights, that compute it: one for all of a step.
     """
 
     slot: int
@@ -39,6 +42,7 @@ class Advance:
     verifies: bool = False
     keeps_states: bool = False
     masks: Masks | None = None
+    network: int = 0
 
     def __post_init__(self) -> None:
         tokens = np.asarray(self.tokens)
@@ -61,13 +65,27 @@ PREVIOUS_TOKEN = np.array([-1], np.int64)
 
 def then_decode(advances: Sequence[Advance]) -> list[Advance]:
     """Return the step after `advances`, in which each request decodes one token."""
-    return [Advance(advance.slot, PREVIOUS_TOKEN, advance.start + len(advance.tokens)) for advance in advances]
+    return [
+        Advance(advance.slot, PREVIOUS_TOKEN, advance.start + len(advance.tokens), network=advance.network)
+        for advance in advances
+    ]
+
+
+class Load(Protocol):
+    """Weights on their way to a network of an executor: see `Executor.load`."""
+
+    def done(self) -> bool:
+        """Return whether `finish` returns without waiting."""
+
+    def finish(self) -> None:
+        """Wait until steps can use the network, in the thread that runs steps. Raises what went wrong."""
 
 
 class Executor(Protocol):
     """Runs steps on a device, with a KV cache for slots 0 to `num_slots`-1.
 
-    `lengths[slot]`: tokens that a slot holds, of at most `max_seq_len`. `tables`: the pages of each slot.
+    `lengths[slot]`: tokens that a slot holds, of at most `max_seq_len`. `tables`: the pages of each slot. It has one or
+    several networks of the same engines, each with weights; `Advance.network` chooses.
 
     `Model` checks a step before, resets the slots of new requests, and sets `lengths` after a step. `share` to
     `swap_in` are called only if `tables.shares` is not None.
@@ -127,6 +145,13 @@ class Executor(Protocol):
     def set_sampling(self, slot: int, sampler: Sampler) -> None:
         """Set how a slot's tokens are chosen from now on; an executor that processes logits counts them itself."""
 
+    def load(self, network: int, weights_json: Path, bind: Callable[[Path], Network]) -> Load:
+        """Start to replace the weights of a network, which no request uses, while steps of others run.
+
+        bind: returns a network of such weights, for executors whose networks are replaced as a whole. Call it again for
+        this network after `Load.finish`.
+        """
+
     def take_adapters(
         self, arrays: Sequence[LoraArrays], max_lora_rank: int, adapter_slots: np.ndarray
     ) -> AdapterWriter | None:
@@ -169,6 +194,11 @@ def check(advances: Sequence[Advance], cache: Executor, vocab_size: int, max_num
             raise InputError(f"step: slot: expected 0 to {cache.num_slots - 1}, found {slot}")
         if slot in slots:
             raise InputError(f"step: slot {slot}: expected once in a step, found twice")
+        if advance.network != advances[0].network:
+            raise InputError(
+                f"step: slot {slot}: expected network {advances[0].network}, which the step began with, found "
+                f"{advance.network}; take a step for each"
+            )
         slots.add(slot)
         if start and start != cache.lengths[slot]:
             raise InputError(

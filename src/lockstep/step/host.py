@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -19,8 +21,9 @@ from lockstep.step.pages import PAGE_SIZE, PagePool, PageTables
 from lockstep.step.sampling import Logprobs
 from lockstep.weights.adapters import LoraArrays
 
-_CACHED_STEPS = 16
+_CACHED_STEPS = 16  # for each network
 _ROWS = 16  # of a prompt's logits that are computed at once
+_LOADER = ThreadPoolExecutor(1, "weights")  # one load at a time: others would only share its disk
 
 
 class SlotContents(NamedTuple):
@@ -29,6 +32,21 @@ class SlotContents(NamedTuple):
     length: int
     arrays: Sequence[np.ndarray]
     states: Sequence[np.ndarray]
+
+
+class HostLoad:
+    """A network that is bound in another thread: see `Executor.load`."""
+
+    def __init__(self, executor: HostExecutor, number: int, network: Future[Network]):
+        self._executor = executor
+        self._number = number
+        self._network = network
+
+    def done(self) -> bool:
+        return self._network.done()
+
+    def finish(self) -> None:
+        self._executor.replace(self._number, self._network.result())
 
 
 class HostExecutor:
@@ -43,27 +61,19 @@ class HostExecutor:
     logprobs: Mapping[int, Logprobs] = {}
     max_verify_tokens = 16
 
-    def __init__(
-        self,
-        network: Network,
-        num_slots: int,
-        max_seq_len: int,
-        chunk_size: int,
-        kv_bytes: int,
-        decode_layers: HostExecutable | None,
-    ):
+    def __init__(self, networks: Sequence[Network], num_slots: int, max_seq_len: int, chunk_size: int, kv_bytes: int):
         """Check the engines, and create an empty cache.
 
-        chunk_size: prompts are cut at multiples of it. kv_bytes: bytes of all pages. decode_layers: see
-        `Backend.decode_layers`.
+        networks: of one engine set; a step runs one of them. chunk_size: prompts are cut at multiples of it. kv_bytes:
+        bytes of all pages.
         """
+        network = networks[0]
         _check_declared(network)
-        self.decode_layers = decode_layers
         self._observer: Observer | None = None
         self.num_slots = num_slots
         self.max_seq_len = max_seq_len
         self.chunk_size = chunk_size
-        self.network = network
+        self.networks = list(networks)
         self.cache = KVCache(
             [mixer.cache for _, mixer in network.layers], num_slots, max_seq_len, network.dtype, kv_bytes
         )
@@ -75,7 +85,7 @@ class HostExecutor:
             state_pages = -(-self.cache.state_nbytes // page_nbytes)
         self.tables = PageTables(pool, num_slots, self._pages_for, shares=False, state_pages=state_pages)
         self._room = [0] * num_slots  # the capacity of each slot's row, whose pages are reserved
-        self._steps: dict[Layout, HostStep] = {}
+        self._steps: dict[tuple[int, Layout], HostStep] = {}  # by network and layout
         self._row_attentions: dict[tuple[int, CacheRow], RowAttention] = {}  # by layer and row
         self.last_step: tuple[HostStep, Sequence[Advance]] | None = None
         self.samplers: dict[int, Sampler] = {}  # of slots that are not greedy
@@ -87,6 +97,15 @@ class HostExecutor:
 
     def _pages_for(self, length: int) -> int:
         return -(-self.cache.capacity_for(length) // PAGE_SIZE)
+
+    def load(self, network: int, weights_json: Path, bind: Callable[[Path], Network]) -> HostLoad:
+        return HostLoad(self, network, _LOADER.submit(bind, weights_json))
+
+    def replace(self, number: int, network: Network) -> None:
+        """Put a network in the place of another one, whose bound steps are dropped."""
+        self.networks[number] = network
+        self._steps = {key: step for key, step in self._steps.items() if key[0] != number}
+        self.last_step = None
 
     def observe(self, observer: Observer | None) -> None:
         self._observer = observer
@@ -111,7 +130,7 @@ class HostExecutor:
             self.tables.reserve(grown)
             for slot, length in grown.items():
                 self._reserve_row(slot, length)
-        step = self._host_step(self._lay_out(advances))
+        step = self._host_step(advances[0].network, self._lay_out(advances))
         decoded = self.pack(step, advances)
         step.run(decoded)
         step.write_decoded(decoded)
@@ -262,16 +281,15 @@ class HostExecutor:
             yield start, stop
             start = stop
 
-    def _host_step(self, layout: Layout) -> HostStep:
+    def _host_step(self, network: int, layout: Layout) -> HostStep:
         """Return the bound calls of a layout, from the cache if steps of this layout may recur."""
-        step = self._steps.get(layout)
+        step = self._steps.get((network, layout))
         if step is None:
-            layers = self.decode_layers if self._observer is None else None
-            step = HostStep(self.network, self.cache, layout, self._row_attentions, layers, self._observer)
+            step = HostStep(self.networks[network], self.cache, layout, self._row_attentions, self._observer)
             if layout.is_reusable:
-                while len(self._steps) >= _CACHED_STEPS:
+                while len(self._steps) >= _CACHED_STEPS * len(self.networks):
                     del self._steps[next(iter(self._steps))]
-                self._steps[layout] = step
+                self._steps[network, layout] = step
         return step
 
     def pack(self, step: HostStep, advances: Sequence[Advance]) -> dict[int, np.ndarray]:

@@ -151,7 +151,6 @@ class HostStep:
         cache: KVCache,
         layout: Layout,
         rows: dict[tuple[int, CacheRow], RowAttention],
-        decode_layers: HostExecutable | None,
         observer: Observer | None = None,
     ):
         """Bind the calls of a layout. rows: the bound attentions by layer and row; new ones are added."""
@@ -184,7 +183,9 @@ class HostStep:
         self._add_block(network.embedding, values)
         self._decoded: Mapping[int, np.ndarray] = {}
         # One engine of all layers, if the backend has it and the step is a plain decode step.
-        self._layers = decode_layers if len(layout.decoding) == 1 and not layout.chunks else None
+        self._layers = None
+        if len(layout.decoding) == 1 and not layout.chunks and observer is None:
+            self._layers = network.decode_layers
         if self._layers is not None:
             self._add_decode_layers(self._layers, network, values)
         else:

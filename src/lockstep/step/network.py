@@ -13,7 +13,7 @@ from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.graph_files import AttentionVariant, StateMixer, TokenMixer
 from lockstep.artifacts.signature import IO, Signature
 from lockstep.errors import InputError
-from lockstep.step.executable import Executable
+from lockstep.step.executable import Executable, HostExecutable
 from lockstep.step.kv_cache import LayerShape, StateShape
 
 
@@ -108,7 +108,7 @@ class Network:
     """All that a step runs: the embedding, (block, token mixer) of each layer, and the exit (the lm_head block).
 
     kv_cache_dtype: "fp8" for a cache of e4m3 numbers; None: `dtype`. others: the networks of the other ranks, if this
-    is the first one of several.
+    is the first one of several. decode_layers: see `Backend.decode_layers`.
     """
 
     embedding: Block
@@ -118,6 +118,7 @@ class Network:
     vocab_size: int
     kv_cache_dtype: str | None = None
     others: tuple[Network, ...] = ()
+    decode_layers: HostExecutable | None = None
 
     @property
     def blocks(self) -> list[Block]:

@@ -1,7 +1,7 @@
-"""Resident adapters, and the adapter of each slot's request: the policy, without tensors.
+"""Which of many things that requests name are resident, in a few places: the policy, without tensors.
 
-A request holds its adapter while it has a slot. An adapter that no request holds stays resident until another one needs
-its adapter slot; the least recently used one is evicted.
+The things are adapters, or checkpoints. A request holds its own while it has a slot. One that no request holds stays
+resident until another one needs its place; the least recently used one is evicted.
 """
 
 from __future__ import annotations
@@ -12,77 +12,77 @@ import numpy as np
 
 
 class Residency:
-    """Assigns adapter slots, with LRU eviction.
+    """Assigns places to names, with LRU eviction.
 
     Attributes:
-        adapter_slots: int64, by request slot: the adapter slot of its request, or -1.
-        loading: {adapter slot: adapter} of adapters that must be written before the next step.
+        places: int64, by request slot: the place of what its request names, or -1.
+        loading: {place: name} of names whose contents must be written before the next step.
     """
 
-    def __init__(self, num_slots: int, max_adapters: int):
-        self.max_adapters = max_adapters
-        self.adapter_slots = np.full(num_slots, -1, np.int64)
+    def __init__(self, num_slots: int, num_places: int):
+        self.num_places = num_places
+        self.places = np.full(num_slots, -1, np.int64)
         self.loading: dict[int, str] = {}
         self.loads = 0
-        self.slot_of: OrderedDict[str, int] = OrderedDict()  # by adapter, least recently used first
+        self.place_of: OrderedDict[str, int] = OrderedDict()  # by name, least recently used first
 
-    def claim(self, slot: int, adapter: str | None) -> bool:
-        """Give a slot's request an adapter, or none. Return False, and change nothing, if no adapter slot is free."""
-        if adapter is None:
-            self.adapter_slots[slot] = -1
+    def claim(self, slot: int, name: str | None) -> bool:
+        """Give a slot's request a name, or none. Return False, and change nothing, if no place is free."""
+        if name is None:
+            self.places[slot] = -1
             return True
-        adapter_slot = self.slot_of.get(adapter)
-        if adapter_slot is None:
-            adapter_slot = self._free_adapter_slot(slot)
-            if adapter_slot is None:
+        place = self.place_of.get(name)
+        if place is None:
+            place = self._free_place(slot)
+            if place is None:
                 return False
-            self._evict(adapter_slot)
-            self.slot_of[adapter] = adapter_slot
-            self.loading[adapter_slot] = adapter
+            self._evict(place)
+            self.place_of[name] = place
+            self.loading[place] = name
             self.loads += 1
-        self.slot_of.move_to_end(adapter)
-        self.adapter_slots[slot] = adapter_slot
+        self.place_of.move_to_end(name)
+        self.places[slot] = place
         return True
 
     def move(self, slot: int, other: int) -> None:
-        self.adapter_slots[other] = self.adapter_slots[slot]
-        self.adapter_slots[slot] = -1
+        self.places[other] = self.places[slot]
+        self.places[slot] = -1
 
     def release(self, slot: int) -> None:
-        self.adapter_slots[slot] = -1
+        self.places[slot] = -1
 
-    def can_claim(self, slot: int, adapter: str | None) -> bool:
-        return adapter is None or adapter in self.slot_of or self._free_adapter_slot(slot) is not None
+    def can_claim(self, slot: int, name: str | None) -> bool:
+        return name is None or name in self.place_of or self._free_place(slot) is not None
 
     @property
     def resident(self) -> list[str]:
-        """Return the resident adapters, the least recently used one first."""
-        return list(self.slot_of)
+        """Return the resident names, the least recently used one first."""
+        return list(self.place_of)
 
-    def drop(self, adapter: str) -> None:
-        """Free the slot of an adapter that no request holds, if it has one."""
-        adapter_slot = self.slot_of.get(adapter)
-        if adapter_slot is not None:
-            assert not (self.adapter_slots == adapter_slot).any()
-            self.forget(adapter_slot)
+    def drop(self, name: str) -> None:
+        """Free the place of a name that no request holds, if it has one."""
+        place = self.place_of.get(name)
+        if place is not None:
+            assert not (self.places == place).any()
+            self.forget(place)
 
-    def forget(self, adapter_slot: int) -> None:
-        """Forget the adapter of an adapter slot, because writing it failed."""
-        self._evict(adapter_slot)
-        self.loading.pop(adapter_slot, None)
-        self.adapter_slots[self.adapter_slots == adapter_slot] = -1
+    def forget(self, place: int) -> None:
+        """Forget the name of a place, because writing its contents failed."""
+        self._evict(place)
+        self.loading.pop(place, None)
+        self.places[self.places == place] = -1
 
-    def _evict(self, adapter_slot: int) -> None:
-        for adapter, resident_slot in self.slot_of.items():
-            if resident_slot == adapter_slot:
-                del self.slot_of[adapter]
+    def _evict(self, place: int) -> None:
+        for name, resident_place in self.place_of.items():
+            if resident_place == place:
+                del self.place_of[name]
                 return
 
-    def _free_adapter_slot(self, slot: int) -> int | None:
-        """Return a free adapter slot, or that of the least recently used adapter that no other slot's request holds."""
-        used = set(self.slot_of.values())
-        for adapter_slot in range(self.max_adapters):
-            if adapter_slot not in used:
-                return adapter_slot
-        in_use = {int(adapter_slot) for other, adapter_slot in enumerate(self.adapter_slots) if other != slot}
-        return next((adapter_slot for adapter_slot in self.slot_of.values() if adapter_slot not in in_use), None)
+    def _free_place(self, slot: int) -> int | None:
+        """Return a free place, or that of the least recently used name that no other slot's request holds."""
+        used = set(self.place_of.values())
+        for place in range(self.num_places):
+            if place not in used:
+                return place
+        in_use = {int(place) for other, place in enumerate(self.places) if other != slot}
+        return next((place for place in self.place_of.values() if place not in in_use), None)

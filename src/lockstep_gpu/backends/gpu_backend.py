@@ -40,13 +40,18 @@ class GpuBackend(Backend):
         return cuda.empty(shape, dtype)
 
     def executor(
-        self, network: Network, rows: int, max_seq_len: int, max_num_tokens: int | None, kv_bytes: float | None
+        self,
+        networks: Sequence[Network],
+        rows: int,
+        max_seq_len: int,
+        max_num_tokens: int | None,
+        kv_bytes: float | None,
     ) -> Executor:
         assert max_num_tokens is not None  # it is among the options of these backends
         require_nvrtc()
         from lockstep_gpu.executor import GpuExecutor
 
-        return GpuExecutor(network, rows, max_seq_len, max_num_tokens, kv_bytes)
+        return GpuExecutor(networks, rows, max_seq_len, max_num_tokens, kv_bytes)
 
 
 class PortableGpuBackend(GpuBackend):

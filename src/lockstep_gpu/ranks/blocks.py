@@ -19,7 +19,7 @@ from lockstep.artifacts.signature import IO, concrete_shape
 from lockstep.step.network import Block, LayerMixer, Network, ShardCall
 from lockstep_gpu import cuda
 from lockstep_gpu.attention.base import Arrays, Call, Calls
-from lockstep_gpu.plan import SMALLEST_CHUNK, StepLimits
+from lockstep_gpu.plan import SMALLEST_CHUNK, BlockChoice, StepLimits
 from lockstep_gpu.program import Bound, GpuExecutable, GpuProgram, Shapes
 from lockstep_gpu.ranks.all_reduce import Exchange
 
@@ -74,9 +74,11 @@ class _BoundCall:
 
 
 class RankBlocks:
-    """The blocks of a network, and the buffers of their values and logits; exchange: None for a single rank."""
+    """The blocks of networks, and the buffers of their values and logits; exchange: None for a single rank."""
 
-    def __init__(self, network: Network, limits: StepLimits, exchange: Exchange | None):
+    def __init__(self, networks: Sequence[Network], limits: StepLimits, exchange: Exchange | None):
+        network = networks[0]
+        self._networks = networks
         self._network = network
         self._limits = limits
         self._exchange = exchange
@@ -116,17 +118,17 @@ class RankBlocks:
             summed = None
         return calls
 
-    def bind(self, values: Values, adapted: bool) -> PrefillBlocks:
+    def bind(self, values: Values, choice: BlockChoice) -> PrefillBlocks:
         """Return all blocks, bound to buffers; values: the inputs of the largest pass."""
-        network = self._network
+        network = self._networks[choice.network]
         largest = self._limits.largest_pass
-        mask = self.mask(largest, adapted)
+        mask = self.mask(largest, choice.adapted)
         dims = {"num_tokens": largest, "num_requests": self._limits.num_slots}
         bound: list[list[_BoundCall | _AllReduce]] = []
         values_after = []
         for block, mixer in ((network.embedding, None), *network.layers, (network.exit, None)):
             calls: list[_BoundCall | _AllReduce] = []
-            for step in self._steps(block.for_rows(adapted), values, dims, "prompts", mask):
+            for step in self._steps(block.for_rows(choice.adapted), values, dims, "prompts", mask):
                 if isinstance(step, _EngineCall):
                     calls.append(_bind(step))
                 else:

@@ -23,7 +23,7 @@ from lockstep_gpu.device import Device
 from lockstep_gpu.kernels.step_kernels import Kernels
 from lockstep_gpu.logits_tables import LogitsTables
 from lockstep_gpu.pass_inputs import Inputs, PassInputs
-from lockstep_gpu.plan import CAPTURED_WHOLE, PackedPass, StepLimits
+from lockstep_gpu.plan import CAPTURED_WHOLE, BlockChoice, PackedPass, StepLimits
 from lockstep_gpu.profiling import in_ranges
 from lockstep_gpu.ranks.all_reduce import Exchange
 from lockstep_gpu.ranks.blocks import MAX_VERIFY_TOKENS, PrefillBlocks, PrefillPass, RankBlocks, engine_of
@@ -63,12 +63,19 @@ class PassCalls:
 
 
 class Rank:
-    """A rank that runs `network` on a device; exchange: None for a single rank."""
+    """A rank that runs networks of the same engines on a device; exchange: None for a single rank."""
 
     def __init__(
-        self, network: Network, device: Device, tables: PageTables, limits: StepLimits, exchange: Exchange | None
+        self,
+        networks: Sequence[Network],
+        device: Device,
+        tables: PageTables,
+        limits: StepLimits,
+        exchange: Exchange | None,
     ):
+        network = networks[0]
         self.network = network
+        self._networks = networks
         self.device = device
         self.stream = device.stream
         self.exchange = exchange
@@ -78,7 +85,7 @@ class Rank:
         device.use()
         integer = engine_of(network.embedding).program.tensors["token_ids"].dtype
         self._kernels = Kernels(wide=integer.itemsize == 8)
-        self.blocks = RankBlocks(network, limits, exchange)
+        self.blocks = RankBlocks(networks, limits, exchange)
         self._tuned: dict[int, int] = {}  # results of `tuned_for`
         logits_tables = LogitsTables(num_slots, network.vocab_size)
         self.state = DecodeState(num_slots, max_seq_len, integer, logits_tables)
@@ -98,7 +105,7 @@ class Rank:
         sizes = num_slots, max_seq_len, MAX_VERIFY_TOKENS, limits.largest_pass
         self._layer_attention = make_attention(network, tables, *sizes, self._kernels, self.blocks.buffer, self.stream)
         self.attentions = list(dict.fromkeys(self._layer_attention))
-        self._prefill_blocks: dict[bool, PrefillBlocks] = {}  # with or without adapters; bound at the first pass
+        self._prefill_blocks: dict[BlockChoice, PrefillBlocks] = {}  # bound at the first pass
         self._decode_passes: dict[tuple, PassCalls] = {}
         # Two buffers: a speculative step is enqueued before the tokens of the previous one are read.
         self.fetched = [
@@ -138,12 +145,12 @@ class Rank:
         if calls.shard_logits is not None:
             self.blocks.exchange.gather(calls.shard_logits, calls.logits)
 
-    def decode_pass(self, count: int, adapted: bool, drawn: bool, verifies: bool = False) -> PassCalls:
+    def decode_pass(self, count: int, choice: BlockChoice, drawn: bool, verifies: bool = False) -> PassCalls:
         """Return the calls of a pass in which rows 0 to `count`-1 decode. Nothing is launched.
 
-        adapted, drawn: some row has an adapter, or draws its token. verifies: rows are tokens of any slots.
+        drawn: some row draws its token. verifies: rows are tokens of any slots.
         """
-        key = (count, adapted, drawn, verifies, *(attention.capacity for attention in self.attentions))
+        key = (count, choice, drawn, verifies, *(attention.capacity for attention in self.attentions))
         calls = self._decode_passes.get(key)
         if calls is None:
             state = self.state
@@ -160,7 +167,7 @@ class Rank:
                 logit_positions=positions,
                 adapter_ids=state.adapter_ids[:count],
             )
-            calls = self._decode_passes[key] = self._make_decode_pass(inputs, adapted, drawn, verifies)
+            calls = self._decode_passes[key] = self._make_decode_pass(inputs, choice, drawn, verifies)
         return calls
 
     def send(self, packed: PackedPass) -> tuple[Inputs, PassTokens]:
@@ -182,13 +189,13 @@ class Rank:
             layout += attention_layout
         return tuple(layout)
 
-    def enqueue(self, inputs: Inputs, tokens: PassTokens, adapted: bool, drawn: bool) -> Iterator[PassCalls]:
+    def enqueue(self, inputs: Inputs, tokens: PassTokens, choice: BlockChoice, drawn: bool) -> Iterator[PassCalls]:
         """Enqueue a pass with chunks; yield where other ranks must enqueue their calls first.
 
-        Makes the rank's device current again after each yield. adapted, drawn: as for `decode_pass`.
+        Makes the rank's device current again after each yield. drawn: as for `decode_pass`.
         """
         self.device.use()
-        blocks = self._bound_blocks(adapted)
+        blocks = self._bound_blocks(choice)
         requests = inputs.logit_rows.shape[0]
         logits = self.blocks.logits("prompts", (requests, self.network.vocab_size), blocks.logits.dtype)
         shard_logits = None
@@ -196,7 +203,7 @@ class Rank:
             shard_logits = blocks.logits[:requests]
         exit_inputs = self.blocks.exit_inputs(blocks.values[-2], tokens.num_tokens)
         calls = PassCalls([], logits, shard_logits, exit_inputs, warm=True)
-        for parts in self._prompt_parts(blocks, inputs, tokens, logits, adapted, drawn):
+        for parts in self._prompt_parts(blocks, inputs, tokens, logits, choice, drawn):
             for part in parts:
                 calls.parts.append(part)
                 for _ in self._enqueue_part(part):
@@ -206,23 +213,29 @@ class Rank:
             self.device.use()
 
     def _prompt_parts(
-        self, blocks: PrefillBlocks, inputs: Inputs, tokens: PassTokens, logits: cuda.Array, adapted: bool, drawn: bool
+        self,
+        blocks: PrefillBlocks,
+        inputs: Inputs,
+        tokens: PassTokens,
+        logits: cuda.Array,
+        choice: BlockChoice,
+        drawn: bool,
     ) -> Iterator[Iterable[Part]]:
         """Yield the parts of the embedding, of each layer, and of the exit."""
         total = tokens.num_tokens
         prefill = PrefillPass(blocks, total, inputs.logit_rows.shape[0])
-        mask_calls = self._mask_calls(inputs, self.blocks.mask(total, adapted))
+        mask_calls = self._mask_calls(inputs, self.blocks.mask(total, choice.adapted))
         is_captured = total <= self._limits.captured_tokens and self._observer is None
         last = len(self._layer_attention)
 
         def block_part(number: int, make: Callable[[], Calls]) -> Part:
             key = None
             if is_captured:
-                key = ("block", number, total, adapted)
+                key = ("block", number, total, choice)
             return Part(key, make)
 
         def observed(number: int, part: str, layer: int) -> Calls:
-            block = self.network.blocks[number]
+            block = self._networks[choice.network].blocks[number]
             return self._observed(part, layer, block, blocks.values[number - 1], blocks.values[number], inputs)
 
         def layer_parts(index: int, attention: Attention) -> Iterator[Part]:
@@ -272,20 +285,20 @@ class Rank:
             yield
         graph.launch(self.stream)
 
-    def warm_products(self, adapted: bool) -> None:
+    def warm_products(self, choice: BlockChoice) -> None:
         """Run the GEMMs at many numbers of tokens: cuBLAS loads a kernel in the first call of a size."""
         self.device.use()
-        blocks = self._bound_blocks(adapted)
+        blocks = self._bound_blocks(choice)
         for tokens in range(_WARM_GEMM_STEP, self._limits.largest_pass + 1, _WARM_GEMM_STEP):
             for call in PrefillPass(blocks, tokens, min(tokens, self._limits.num_slots)).products():
                 call()
 
-    def _bound_blocks(self, adapted: bool) -> PrefillBlocks:
-        if adapted not in self._prefill_blocks:
-            self._prefill_blocks[adapted] = self.blocks.bind(self._inputs.arrays.values(), adapted)
-        return self._prefill_blocks[adapted]
+    def _bound_blocks(self, choice: BlockChoice) -> PrefillBlocks:
+        if choice not in self._prefill_blocks:
+            self._prefill_blocks[choice] = self.blocks.bind(self._inputs.arrays.values(), choice)
+        return self._prefill_blocks[choice]
 
-    def _make_decode_pass(self, inputs: Inputs, adapted: bool, drawn: bool, verifies: bool) -> PassCalls:
+    def _make_decode_pass(self, inputs: Inputs, choice: BlockChoice, drawn: bool, verifies: bool) -> PassCalls:
         """Return the calls for rows of one token; nothing is enqueued."""
         kind = "decode"
         state = self.state
@@ -294,12 +307,12 @@ class Rank:
             state = self.verify_state
         total = inputs.token_ids.shape[0]
         values = inputs.values()
-        mask = self.blocks.mask(total, adapted)
-        network = self.network
+        mask = self.blocks.mask(total, choice.adapted)
+        network = self._networks[choice.network]
 
         def block_calls(name: str, block: Block, layer: int = -1) -> Calls:
             before = dict(values)
-            calls = self.blocks.calls(name, block.for_rows(adapted), values, total, kind, mask)
+            calls = self.blocks.calls(name, block.for_rows(choice.adapted), values, total, kind, mask)
             return calls + self._observed(name, layer, block, before, values, inputs)
 
         calls = self._observed_tokens(inputs) + self._mask_calls(inputs, mask)

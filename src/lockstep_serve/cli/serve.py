@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import click
 
 from lockstep.cli.guarded import GroupedCommand
-from lockstep.cli.opened import SPECULATIVE, TARGET_OR_BUNDLE, runnable, speculative
+from lockstep.cli.opened import BUNDLE_SUFFIX, SPECULATIVE, complete_target, runnable, speculative
 from lockstep.cli.options import AT_LEAST_0, AT_LEAST_1, PATH, RESULTS
 from lockstep.errors import PREFIX, Ended
 from lockstep.targets import MOST_RANKS
@@ -53,8 +54,8 @@ class _Serve(GroupedCommand):
     groups = {
         "Where it listens": "host port unix api-key-file until-stdin-ends",
         "Sizes and scheduling": "max-model-len max-num-seqs kv-bytes chunk-size long-prefill-token-threshold admission "
-        "no-prefix-caching threads speculative tensor-parallel",
-        "What requests may do": "served-model-name allow-adapter-loading tool-call-parser "
+        "no-prefix-caching threads speculative tensor-parallel max-loaded-models",
+        "What requests may do": "served-model-name models allow-adapter-loading tool-call-parser "
         "reasoning-parser max-queue max-queue-tokens queue-timeout grammar-timeout max-body body-timeout slow-reader",
         "Operation": "drain stall metrics-prefix log-level request-log otlp-traces-endpoint",
         **{plugin.title: " ".join(option.opts[0][2:] for option in plugin.options) for plugin in protocol_plugins()},
@@ -62,7 +63,13 @@ class _Serve(GroupedCommand):
 
 
 @click.command(cls=_Serve)
-@TARGET_OR_BUNDLE
+@click.argument("targets", metavar="TARGET|BUNDLE.tar...", nargs=-1, shell_complete=complete_target)
+@click.option(
+    "--models",
+    metavar="FOLDER",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Serve the bundles in it, too.  [default: none]",
+)
 @click.option("--weights", type=PATH, help="For a bundle without weights: their folder.")
 @click.option("--host", default="127.0.0.1", help="Address to listen at; 0.0.0.0: all.")
 @click.option(
@@ -76,7 +83,18 @@ class _Serve(GroupedCommand):
     type=click.Path(path_type=Path, file_okay=False, exists=True),
     help="Let requests name folders in it as adapters, which are checked and loaded on first use.  [default: none]",
 )
-@click.option("--served-model-name", metavar="NAME", help="The model's name in requests.  [default: as in TARGET]")
+@click.option(
+    "--served-model-name",
+    "served_model_names",
+    metavar="NAME",
+    multiple=True,
+    help="The model's name in requests; of several models, once for each.  [default: as in TARGET]",
+)
+@click.option(
+    "--max-loaded-models",
+    type=AT_LEAST_1,
+    help="Models whose weights are in memory at a time; the least recently used one makes room.  [default: all]",
+)
 @click.option("--api-key-file", type=PATH, help="API keys, one per line; requests need one.")
 @click.option(
     "--max-model-len",
@@ -182,16 +200,29 @@ class _Serve(GroupedCommand):
     "OTEL_EXPORTER_OTLP_ENDPOINT, else nowhere]",
 )
 @RESULTS
-def serve(target: str, weights: Path | None, results: Path, drafts: str | None, **options: Any) -> None:
-    """Serve a target, such as demo-llama/fp16, or a bundle, over HTTP.
+def serve(
+    targets: tuple[str, ...],
+    models: Path | None,
+    weights: Path | None,
+    results: Path,
+    drafts: str | None,
+    **options: Any,
+) -> None:
+    """Serve a target, such as demo-llama/fp16, or a bundle, over HTTP; or several that share their engines.
 
     OpenAI's API, Triton's, health, metrics and a web page; Triton's over gRPC, too.
 
     Prints one line when it is ready and warm. SIGTERM or Ctrl-C: takes nothing new, finishes what runs, ends.
     """
+    names = list(targets)
+    if models is not None:
+        names += map(str, sorted(models.glob(f"*{BUNDLE_SUFFIX}")))
+    if not names:
+        raise click.UsageError("expected a target or a bundle, found none; name one, or a folder of bundles (--models)")
     try:
-        with runnable(target, weights, results) as opened:
-            run_server(opened, SimpleNamespace(**options, speculative=speculative(drafts, results)))
+        with contextlib.ExitStack() as stack:
+            places = [stack.enter_context(runnable(name, weights, results)) for name in names]
+            run_server(places, SimpleNamespace(**options, speculative=speculative(drafts, results)))
     except KeyboardInterrupt as error:  # a server that is ready handles signals itself
         event = "interrupted"
         number = SIGINT.value

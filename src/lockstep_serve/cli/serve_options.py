@@ -13,18 +13,18 @@ import re
 import signal
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from lockstep.errors import InputError
 from lockstep.targets import Limits
 from lockstep_serve.protocols import protocol_plugins
-from lockstep_serve.settings import EngineOptions, ServiceLimits, ServiceOptions
+from lockstep_serve.settings import EngineOptions, ServedModelOptions, ServiceLimits, ServiceOptions
 
 if TYPE_CHECKING:
     from lockstep.bundle.opened import Opened
@@ -63,9 +63,43 @@ def _limits(checked: Limits, options: SimpleNamespace) -> Limits:
     return replace(limits, max_input_len=min(limits.max_input_len, limits.max_seq_len))
 
 
-def run_server(place: Opened, options: SimpleNamespace) -> None:
-    """Serve an opened target or bundle until SIGTERM or Ctrl-C. Raises InputError for options that do not fit it."""
+def _names(places: Sequence[Opened], given: Sequence[str]) -> list[str]:
+    """Return the models' names in requests. Raises InputError for too few, or for one twice."""
+    if given and len(given) != len(places):
+        raise InputError(f"--served-model-name: expected {len(places)}, one for each model, found {len(given)}")
+    names = list(given) or [place.target.model for place in places]
+    for name in names:
+        if not name.strip():
+            raise InputError("--served-model-name: expected a name, found an empty one")
+        if names.count(name) > 1:
+            raise InputError(f"models: expected a name for each, found {name} twice; give --served-model-name for each")
+    return names
+
+
+def _check_engines(first: Opened, other: Opened) -> None:
+    """Raise InputError, with what differs, unless two engine sets compute the same."""
+    from lockstep.artifacts.engines import EngineSetManifest
+
+    def parts(place: Opened) -> dict[str, Any]:
+        manifest = EngineSetManifest.load(place.engines)
+        engines = {f"engine {name}": entry.sha256 for name, entry in manifest.engines.items()}
+        names = ("backend", "backend_version", "precision", "options")
+        return {**{name: getattr(manifest, name) for name in names}, **engines, "layers": place.target.layers}
+
+    expected = parts(first)
+    actual = parts(other)
+    for name in dict.fromkeys((*expected, *actual)):
+        if expected.get(name) != actual.get(name):
+            raise InputError(
+                f"{other.target}: expected the engines of {first.target}, found another {name}: "
+                f"{str(actual.get(name))[:80]}, not {str(expected.get(name))[:80]}; serve it by another server"
+            )
+
+
+def run_server(places: Sequence[Opened], options: SimpleNamespace) -> None:
+    """Serve opened targets or bundles until SIGTERM or Ctrl-C. Raises InputError for options that do not fit them."""
     from lockstep.artifacts.chat_template import ChatTemplate
+    from lockstep.runtime.request import CheckpointFiles
     from lockstep.runtime.tokenizer import Tokenizer
     from lockstep_serve.bodies import Access
     from lockstep_serve.log import start_log
@@ -76,7 +110,13 @@ def run_server(place: Opened, options: SimpleNamespace) -> None:
     for plugin in plugins:
         plugin.prepare(options)
     start_log(options.log_level)
+    place = places[0]
+    names = _names(places, options.served_model_names)
     _check_ranks(place, options.tensor_parallel)
+    for other in places[1:]:
+        _check_engines(place, other)
+        if other.adapters is not None:
+            raise InputError(f"{other.target}: expected no adapters of further models, found some; serve it first")
     keys = read_api_keys(options.api_key_file)
     prefix = options.metrics_prefix
     if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", prefix):
@@ -98,30 +138,28 @@ def run_server(place: Opened, options: SimpleNamespace) -> None:
         log_level=options.log_level,
         adapters=_path_text(place.adapters),
         checkpoint=_path_text(place.checkpoint),
+        others=[
+            CheckpointFiles(name, str(other.assembly), str(other.weights)) for name, other in zip(names[1:], places[1:])
+        ],
+        max_bound=options.max_loaded_models,
     )
     if (root := options.allow_adapter_loading) is not None:
         _check_adapter_loading(place)
-    names = ("max_queue", "max_queue_tokens", "queue_timeout", "stall", "slow_reader")
-    limits = ServiceLimits(**{name: getattr(options, name) for name in names})
-    name = options.served_model_name
-    if name is None:
-        name = place.target.model
-    if not name.strip():
-        raise InputError("--served-model-name: expected a name, found an empty one")
-    template = ChatTemplate.open(place.assembly)
-    observers = _observers(options, name)
-    tokenizer = Tokenizer.open(place.assembly)
-    service_options = ServiceOptions(
-        name,
-        engine_options,
-        limits,
-        template,
-        prefix,
-        adapter_root=root,
-        tool_call_parser=options.tool_call_parser,
-        reasoning_parser=options.reasoning_parser,
-    )
-    service = Service(service_options, tokenizer, [observer.add for observer in observers])
+    fields = ("max_queue", "max_queue_tokens", "queue_timeout", "stall", "slow_reader")
+    limits = ServiceLimits(**{field: getattr(options, field) for field in fields})
+    models = [
+        ServedModelOptions(
+            name,
+            Tokenizer.open(opened.assembly),
+            ChatTemplate.open(opened.assembly),
+            options.tool_call_parser,
+            options.reasoning_parser,
+        )
+        for name, opened in zip(names, places)
+    ]
+    observers = _observers(options, names[0])
+    service_options = ServiceOptions(models, engine_options, limits, prefix, adapter_root=root)
+    service = Service(service_options, [observer.add for observer in observers])
     if options.until_stdin_ends:
         threading.Thread(target=_end_with_stdin, daemon=True).start()
     port = options.port

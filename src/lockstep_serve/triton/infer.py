@@ -81,9 +81,9 @@ class Triton:
         check_outputs(request)
         if request.model.name in ("preprocessing", "postprocessing"):
             if request.model.name == "preprocessing":
-                tensors = await preprocess(batch, self.service)
+                tensors = await preprocess(batch, self.service.default)
             else:
-                tensors = postprocess(batch, self.service)
+                tensors = postprocess(batch, self.service.default)
             return Inference([tensor for tensor in tensors if outputs is None or tensor.name in outputs], request.id)
         if any(batch.value("stop", number) for number in range(batch.size)):
             if not request.id:
@@ -94,7 +94,8 @@ class Triton:
         lora = request.parameters.get("lora")
         if isinstance(lora, str) and lora:
             await self.service.adapters.ensure_loaded(lora)
-        generation = Generation(self, request, batch, await prompts_of(batch, self.service, self._fold_ids, lora))
+        prompts = await prompts_of(batch, self.service.default, self._fold_ids, lora)
+        generation = Generation(self, request, batch, prompts)
         self._running.setdefault(request.id, set()).add(generation)
         return generation
 
@@ -153,12 +154,12 @@ class Generation(Inference):
         super().__init__(id=request.id)
         self._triton = triton
         self._request = request
-        self._tokenizer = triton.service.tokenizer
+        self._tokenizer = triton.service.default.tokenizer
         self.in_tokens = any(batch.value("stream", number, False) for number in range(batch.size))
         self._accumulates = request.model.name == "tensorrt_llm_bls" and request.parameters.get("accumulate_tokens")
         self._batch_size = batch.size
         self._n = max(prompt.prompt_request.request.n for prompt in prompts)
-        self.stream = triton.service.submit([prompt.prompt_request for prompt in prompts])
+        self.stream = triton.service.default.submit([prompt.prompt_request for prompt in prompts])
         self._answers: list[_Answer] = []
         for number, prompt in enumerate(prompts):
             for sequence, choice in enumerate(prompt.prompt_request.collector.completion.choices):

@@ -17,7 +17,7 @@ from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.step.sampling import Sampling
 from lockstep_serve.bodies import BadRequest, bad_request, check_words
 from lockstep_serve.prompts import encode_texts
-from lockstep_serve.service import Service
+from lockstep_serve.served_model import ServedModel
 from lockstep_serve.stream import PromptRequest
 from lockstep_serve.triton.models import NEVER_MADE, Model, Spec
 from lockstep_serve.triton.tensors import Tensor
@@ -130,25 +130,25 @@ def check_outputs(request: InferRequest) -> None:
             raise BadRequest(f"{name[:80]}: expected an output of the model {request.model.name}, found another name")
 
 
-async def prompts_of(batch: Batch, service: Service, fold_ids: bool, lora: Any = None) -> list[Prompt]:
+async def prompts_of(batch: Batch, model: ServedModel, fold_ids: bool, lora: Any = None) -> list[Prompt]:
     """Return a batch's prompts; fold_ids: see `Triton`. lora: the parameter. Raises BadRequest."""
-    ready = service.ready
+    ready = model.ready
     texts = []
     if "input_ids" not in batch:
         texts = [next(iter(batch.texts("text_input", number)), "") for number in range(batch.size)]
     longest = min(ready.max_input_len, ready.max_seq_len - 1)
-    ids = iter(await encode_texts(texts, service.tokenizer, "text_input", longest))
+    ids = iter(await encode_texts(texts, model.tokenizer, "text_input", longest))
     none = np.zeros(0, np.int32)
-    prompts = [_prompt(batch, number, service, fold_ids, lora, next(ids, none)) for number in range(batch.size)]
+    prompts = [_prompt(batch, number, model, fold_ids, lora, next(ids, none)) for number in range(batch.size)]
     if len({prompt.prompt_request.request.n for prompt in prompts}) > 1:
         raise BadRequest("num_return_sequences: expected the same for all prompts of a batch, found different ones")
     return prompts
 
 
-def _adapter(batch: Batch, number: int, service: Service, lora: Any) -> str | None:
+def _adapter(batch: Batch, number: int, model: ServedModel, lora: Any) -> str | None:
     """Return a prompt's adapter, by name or `lora_task_id`: its position among the names from 1 on; None for none."""
     task = batch.value("lora_task_id", number, 0)
-    names = service.adapters.names
+    names = model.adapters.names
     if not 0 <= task <= len(names):
         raise BadRequest(
             f"lora_task_id: expected 0 (none) to {len(names)}, the adapters in the order of their names "
@@ -158,16 +158,16 @@ def _adapter(batch: Batch, number: int, service: Service, lora: Any) -> str | No
         )
     if lora is not None and not isinstance(lora, str):
         raise BadRequest(f"lora: expected the name of an adapter, found {str(lora)[:40]}", "lora")
-    model = service.name
+    name = model.name
     if task:
-        model = f"{model}:{names[task - 1]}"
-    return service.adapters.resolve(model, lora or None)
+        name = f"{name}:{names[task - 1]}"
+    return model.adapters.resolve(name, lora or None)
 
 
-def _prompt(batch: Batch, number: int, service: Service, fold_ids: bool, lora: Any, ids: np.ndarray) -> Prompt:
+def _prompt(batch: Batch, number: int, model: ServedModel, fold_ids: bool, lora: Any, ids: np.ndarray) -> Prompt:
     """Return prompt `number` of a batch; ids: of its text, where it is one."""
-    ready = service.ready
-    tokenizer = service.tokenizer
+    ready = model.ready
+    tokenizer = model.tokenizer
     vocab_size = ready.vocab_size
     if batch.value("beam_width", number, 1) != 1:
         raise BadRequest("beam_width: expected 1, as this server has no beam search, found another", "beam_width")
@@ -201,7 +201,7 @@ def _prompt(batch: Batch, number: int, service: Service, fold_ids: bool, lora: A
     # As upstream, max_tokens beyond the context is no error.
     max_new_tokens = min(batch.value("max_tokens", number), max(1, ready.max_seq_len - len(ids)))
     n = batch.value("num_return_sequences", number, 1) or 1
-    adapter = _adapter(batch, number, service, lora)
+    adapter = _adapter(batch, number, model, lora)
     try:
         sampling = _sampling(batch, number, bias, bad_words, log_probs)
         request = Request(ids, max_new_tokens, None, frozenset(ends), sampling, n, adapter=adapter, id=batch.id)

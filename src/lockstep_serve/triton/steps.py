@@ -12,21 +12,21 @@ from lockstep.errors import InputError
 from lockstep.runtime.checks import expect_tokens
 from lockstep_serve.bodies import BadRequest, bad_request
 from lockstep_serve.prompts import encode_texts
-from lockstep_serve.service import Service
+from lockstep_serve.served_model import ServedModel
 from lockstep_serve.triton.inputs import Batch, word_biases
 from lockstep_serve.triton.tensors import Tensor, of
 from lockstep_serve.triton.words import spellings
 
 
-async def preprocess(batch: Batch, service: Service) -> list[Tensor]:
+async def preprocess(batch: Batch, model: ServedModel) -> list[Tensor]:
     """Return a batch's texts and words as tokens. Raises BadRequest."""
-    tokenizer = service.tokenizer
+    tokenizer = model.tokenizer
     count = range(batch.size)
-    ends = service.ready.eos_token_ids
+    ends = model.ready.eos_token_ids
     end = batch_values(batch, "END_ID", next(iter(ends), -1))
     pad = batch_values(batch, "PAD_ID", next(iter(ends), 0))
     texts = [next(iter(batch.texts("QUERY", number)), "") for number in count]
-    ids = await encode_texts(texts, tokenizer, "QUERY", service.ready.max_seq_len)
+    ids = await encode_texts(texts, tokenizer, "QUERY", model.ready.max_seq_len)
     longest = max(map(len, ids))
     padded = [[*tokens.tolist(), *[fill] * (longest - len(tokens))] for tokens, fill in zip(ids, pad)]
     bad = [spellings("BAD_WORDS_DICT", batch.texts("BAD_WORDS_DICT", number), tokenizer) for number in count]
@@ -34,11 +34,11 @@ async def preprocess(batch: Batch, service: Service) -> list[Tensor]:
     biases = [
         word_biases(batch, "EMBEDDING_BIAS_WORDS", "EMBEDDING_BIAS_WEIGHTS", number, tokenizer) for number in count
     ]
-    bias_length = service.ready.vocab_size if any(biases) else 0
+    bias_length = model.ready.vocab_size if any(biases) else 0
     bias = np.zeros((batch.size, bias_length), np.float32)
     for row, weights in zip(bias, biases):
         try:
-            expect_tokens("EMBEDDING_BIAS_WORDS", weights, service.ready.vocab_size)
+            expect_tokens("EMBEDDING_BIAS_WORDS", weights, model.ready.vocab_size)
         except InputError as error:
             raise bad_request(error) from None
         for token, weight in weights.items():
@@ -78,7 +78,7 @@ def _word_lists(name: str, lists: Sequence[Sequence[Sequence[int]]]) -> Tensor:
     return of(name, "INT32", rows, *rows.shape)
 
 
-def postprocess(batch: Batch, service: Service) -> list[Tensor]:
+def postprocess(batch: Batch, model: ServedModel) -> list[Tensor]:
     """Return the texts of tokens [batch, beams, length].
 
     SEQUENCE_LENGTH [batch, beams]: number of valid tokens. CONTEXT_IDS [batch, beams, any length], padded with -1: the
@@ -103,7 +103,7 @@ def postprocess(batch: Batch, service: Service) -> list[Tensor]:
                 raise BadRequest("TOKENS_BATCH: expected tokens from 0 on, found a negative one", "TOKENS_BATCH")
             context_ids = () if context is None else context[context >= 0]
             try:
-                stream = service.tokenizer.stream(context_ids, owed=True)
+                stream = model.tokenizer.stream(context_ids, owed=True)
                 text = "".join(map(stream.push, tokens[:length].tolist()))
                 if context is None or batch.value("IS_LAST", number, True):
                     text += stream.finish()

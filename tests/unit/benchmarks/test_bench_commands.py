@@ -22,6 +22,7 @@ from benchmarks import (
     gpu,
     gpu_transformers,
     invariance,
+    many_models,
     serving,
     speculation,
     speculation_gpu,
@@ -208,6 +209,15 @@ def _(case: Here) -> Sequence[Any]:
 @starts("families-gpu", "benchmark")
 def _(case: Here) -> Sequence[Any]:
     return "Qwen3", "--seconds", 1  # its processes know no fake GPU: by then no family is done
+
+
+@starts("many-models", "zipf first_token_seconds p99")
+def _(case: Here) -> Sequence[Any]:
+    case.in_this_process()
+    case.smaller(many_models, PROMPT=8, NEW_TOKENS=2, STEPS=2)
+    case.smaller(many_models, LIMITS={"max_batch_size": 4, "max_num_tokens": 64, "max_seq_len": 64})
+    arguments = ("--precision", "fp32", "--backend", "onnxruntime", "--models", 3, "--loaded", 2, "--requests", 6)
+    return "--shape", f"{case.shape}.json", "--work", case.folder / "work", "--rate", 100, *arguments, *ONE_ROUND
 
 
 @starts("gpu", "check all passes")

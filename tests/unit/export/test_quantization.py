@@ -86,7 +86,7 @@ def test_low_memory_has_the_layers_weights_once(shared):
     files = results.engines(*kind, "onnxruntime"), results.assembly(*kind), results.weights(*kind)
     for low_memory in (False, True):
         model = Model.open(*files, options=ModelOptions(max_batch_size=1, max_seq_len=16, low_memory=low_memory))
-        assert (model.executor.decode_layers is None) is low_memory
+        assert (model.executor.networks[0].decode_layers is None) is low_memory
 
 
 @pytest.mark.long

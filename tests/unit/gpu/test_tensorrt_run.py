@@ -950,7 +950,7 @@ def test_masks_of_grammars_and_bad_words_are_applied_on_the_device(open_model, f
     masks = [Cycle.mask, lambda answer: None, lambda answer: None]
     expected = tokens_of(Engine(model), [by_logits(*pair) for pair in zip(requests, masks)])
     actual: dict[tuple[int, int], list[int]] = {}
-    for token in Engine(model, grammars=Cycle()).run(requests):
+    for token in Engine(model, grammars={"": Cycle()}).run(requests):
         actual.setdefault((token.request, 0), []).append(token.token)
         assert token.logits is None
     assert actual == expected

@@ -104,7 +104,7 @@ def test_what_another_adapter_makes_infinite_is_not_seen(lora: Results) -> None:
     model = opened(lora, "fp16")
     (expected,) = logits_of(model, [(PEFT["ids"], "captain")])
     assert model.adapters is not None
-    adapter_slot = model.adapters.residency.slot_of["captain"]
+    adapter_slot = model.adapters.residency.place_of["captain"]
     for _array in model.adapters.arrays:
         _array.a[:, (1 - adapter_slot) * 16 : (2 - adapter_slot) * 16] = 60000
     (actual,) = logits_of(model, [(PEFT["ids"], "captain")])
@@ -353,7 +353,7 @@ def test_the_check_finds_a_token_with_the_neighbours_adapter(
     def wrong(self: Residency, slot: int, adapter: str | None) -> bool:
         done = claim(self, slot, adapter)
         if adapter == "captain" and len(self.resident) > 1:
-            self.adapter_slots[slot] = 1 - self.adapter_slots[slot]
+            self.places[slot] = 1 - self.places[slot]
         return done
 
     monkeypatch.setattr(Residency, "claim", wrong)
@@ -396,7 +396,7 @@ def test_no_adapter_that_a_request_holds_leaves_its_slot(num_slots: int, steps: 
             in_slot |= residency.loading
             residency.loading.clear()
         for slot_, name in by_slot.items():
-            adapter_slot = int(residency.adapter_slots[slot_])
+            adapter_slot = int(residency.places[slot_])
             assert adapter_slot == -1 if name is None else in_slot[adapter_slot] == name
 
 

@@ -103,7 +103,7 @@ def test_json_of_any_shape_and_a_grammar_of_rules(model: Model, tokenizer: Token
     requests = [
         request(model, tokenizer, Grammar("json_object"), sampling=Sampling(1.0, seed=seed)) for seed in range(4)
     ] + [request(model, tokenizer, Grammar("lark", rules), sampling=Sampling(1.0, seed=seed)) for seed in range(4)]
-    actual = answers(Engine(model, grammars=grammars), requests)
+    actual = answers(Engine(model, grammars={"": grammars}), requests)
     for number in range(4):
         tokens, end = actual[number, 0]
         assert end != "error" and (end == "max_new_tokens" or isinstance(json.loads(tokenizer.decode(tokens)), dict))
@@ -116,7 +116,7 @@ def test_other_requests_of_a_step_keep_their_bits(model: Model, tokenizer: Token
 
     def run(*arguments: Request) -> list[tuple[list[int], np.ndarray]]:
         results: dict[int, tuple[list[int], list[Any]]] = {}
-        for output in Engine(model, prefix_caching=False, grammars=grammars).run([*plain, *arguments]):
+        for output in Engine(model, prefix_caching=False, grammars={"": grammars}).run([*plain, *arguments]):
             tokens, logits = results.setdefault(output.request, ([], []))
             tokens.append(output.token)
             logits.append(output.logits)
@@ -136,15 +136,15 @@ def test_an_end_token_that_is_text_waits_for_the_grammar_and_a_stop_token_does_n
     model: Model, tokenizer: Tokenizer, assembly: Path, grammars: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grammar = Grammar("json_schema", json.dumps({"type": "string", "minLength": 20, "maxLength": 20}))
-    ((text, _),) = answers(Engine(model, grammars=grammars), [request(model, tokenizer, grammar)]).values()
+    ((text, _),) = answers(Engine(model, grammars={"": grammars}), [request(model, tokenizer, grammar)]).values()
     in_string = frozenset(text[2:-3])
     stop_ids = frozenset(model.eos_token_ids) | in_string
     constrained = request(model, tokenizer, grammar, stop_ids=stop_ids)
-    ((tokens, finish),) = answers(Engine(model, grammars=grammars), [constrained]).values()
+    ((tokens, finish),) = answers(Engine(model, grammars={"": grammars}), [constrained]).values()
     assert (tokens, finish) == (text[: len(tokens)], "stop_id") and tokens[-1] in in_string
-    monkeypatch.setattr(model, "eos_token_ids", tuple(sorted(stop_ids)))
+    monkeypatch.setattr(model.checkpoints[""], "eos_token_ids", tuple(sorted(stop_ids)))
     own_grammars = Compiler(assembly, model.vocab_size, model.eos_token_ids)
-    ((tokens, finish),) = answers(Engine(model, grammars=own_grammars), [constrained]).values()
+    ((tokens, finish),) = answers(Engine(model, grammars={"": own_grammars}), [constrained]).values()
     assert len(json.loads(tokenizer.text(tokens))) == 20 and not in_string & set(tokens) and finish != "max_new_tokens"
 
 
@@ -160,14 +160,14 @@ def test_a_checkpoint_with_an_end_token_beyond_its_vocabulary_takes_grammars(tmp
     grammars = Compiler(assembly, model.vocab_size, model.eos_token_ids)
     tokenizer = Tokenizer.open(assembly)
     constrained = request(model, tokenizer, Grammar("regex", "[ab]{5}"), max_new_tokens=40)
-    ((tokens, finish),) = answers(Engine(model, grammars=grammars), [constrained]).values()
+    ((tokens, finish),) = answers(Engine(model, grammars={"": grammars}), [constrained]).values()
     assert re.fullmatch("[ab]{5}", tokenizer.decode(tokens)) and finish in ("stop_id", "grammar_end")
 
 
 def test_choices_follow_the_grammar_each_for_itself(model: Model, tokenizer: Tokenizer, grammars: Compiler) -> None:
     schema = Grammar("json_schema", json.dumps(SCHEMA))
     choices = answers(
-        Engine(model, grammars=grammars), [request(model, tokenizer, schema, n=4, sampling=Sampling(1.0, seed=3))]
+        Engine(model, grammars={"": grammars}), [request(model, tokenizer, schema, n=4, sampling=Sampling(1.0, seed=3))]
     )
     texts = [tokenizer.decode(choices[0, choice][0]) for choice in range(4)]
     assert all(map(follows_schema, texts)) and len(set(texts)) == 4
@@ -177,13 +177,13 @@ def test_an_answer_goes_on_where_it_was_interrupted(model: Model, tokenizer: Tok
     full = request(
         model, tokenizer, Grammar("json_schema", json.dumps(SCHEMA)), sampling=Sampling(1.0, seed=5, logprobs=0)
     )
-    tokens, end = answers(Engine(model, grammars=grammars), [full])[0, 0]
+    tokens, end = answers(Engine(model, grammars={"": grammars}), [full])[0, 0]
     for cut in (1, len(tokens) // 2, len(tokens) - 1):
         resumed = request(model, tokenizer, full.grammar, sampling=full.sampling, answer_ids=tokens[:cut])
-        assert answers(Engine(model, grammars=grammars), [resumed])[0, 0] == (tokens[cut:], end)
+        assert answers(Engine(model, grammars={"": grammars}), [resumed])[0, 0] == (tokens[cut:], end)
     wrong = request(model, tokenizer, full.grammar, answer_ids=tokens[1:3])
     with pytest.raises(InputError, match="^grammar: expected answer_ids that the grammar allows"):
-        answers(Engine(model, grammars=grammars), [wrong])
+        answers(Engine(model, grammars={"": grammars}), [wrong])
 
 
 def test_lists_do_not_count_where_they_leave_nothing_of_the_grammar() -> None:
@@ -229,7 +229,7 @@ def test_a_grammar_is_compiled_once_and_steps_go_before_it(
     for seed in range(3):
         schema = Grammar("json_schema", json.dumps(SCHEMA), name=f"of request {seed}")
         constrained = request(model, tokenizer, schema, sampling=Sampling(1.0, seed=seed))
-        ((tokens, _),) = answers(Engine(model, grammars=grammars), [constrained]).values()
+        ((tokens, _),) = answers(Engine(model, grammars={"": grammars}), [constrained]).values()
         texts.add(tokenizer.decode(tokens))
     assert len(texts) == 3 and all(map(follows_schema, texts))
     assert niceness == [min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)]
@@ -237,7 +237,7 @@ def test_a_grammar_is_compiled_once_and_steps_go_before_it(
 
 @pytest.mark.usefixtures("end_trials")
 def test_a_grammar_waits_without_a_slot_and_can_be_aborted(model: Model, tokenizer: Tokenizer, assembly: Path) -> None:
-    engine = Engine(model, grammars=Compiler(assembly, model.vocab_size, model.eos_token_ids, seconds=60))
+    engine = Engine(model, grammars={"": Compiler(assembly, model.vocab_size, model.eos_token_ids, seconds=60)})
     slow = [engine.add(request(model, tokenizer, Grammar("lark", SLOW))) for _ in range(3)]
     plain = [engine.add(request(model, tokenizer, None, max_new_tokens=8)) for _ in range(4)]
     tokens: list[int] = []
@@ -256,7 +256,7 @@ def test_a_grammar_without_llguidance_says_which_extra(
     model: Model, tokenizer: Tokenizer, assembly: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    engine = Engine(model, grammars=Compiler(assembly, model.vocab_size, model.eos_token_ids))
+    engine = Engine(model, grammars={"": Compiler(assembly, model.vocab_size, model.eos_token_ids)})
     with pytest.raises(
         InputError, match=r"^grammar: expected the Python package 'llguidance'.*pip install \"\.\[grammar\]\""
     ):
@@ -413,6 +413,6 @@ def test_white_space_between_parts_of_json_ends(
     liked = {tokenizer.encode(text, special=False).item(): 1e6 for text in (" ", "{")}
     greedy = Sampling(logit_bias=liked)
     constrained = request(model, tokenizer, grammar, sampling=greedy, max_new_tokens=200)
-    ((tokens, _),) = answers(Engine(model, grammars=grammars), [constrained]).values()
+    ((tokens, _),) = answers(Engine(model, grammars={"": grammars}), [constrained]).values()
     match = re.match("{( *)", tokenizer.decode(tokens))
     assert match is not None and len(match[1]) == most

@@ -313,7 +313,7 @@ def test_the_first_choice_can_be_aborted_before_the_prompt_is_computed(demo, sta
     for output in Engine(model, max_num_tokens=CHUNK + 3).run([request]):
         expected.setdefault(output.choice, []).append(output.token)
     compiler = Slow()
-    engine = Engine(model, max_num_tokens=CHUNK + 3, grammars=compiler, prefix_caching=False)
+    engine = Engine(model, max_num_tokens=CHUNK + 3, grammars={"": compiler}, prefix_caching=False)
     if state == "waiting":
         for seed in range(4):
             engine.add(Request(ids(20, seed), 6))

@@ -560,16 +560,14 @@ def test_any_traffic_of_adapters_ends_and_nobody_waits_where_there_is_room(
         resident = {request.adapter for request, _ in schedule.shares} - {None}
         assert len(resident) <= adapter_slots
         for request, _ in schedule.shares:
-            slot_of_adapter = residency.slot_of.get(request.adapter, -1)
-            assert residency.adapter_slots[request.slot] == slot_of_adapter and (slot_of_adapter >= 0) == (
+            slot_of_adapter = residency.place_of.get(request.adapter, -1)
+            assert residency.places[request.slot] == slot_of_adapter and (slot_of_adapter >= 0) == (
                 request.adapter is not None
             )
         queued = [item for item in added if item.status is Status.WAITING]
         swapped = [item for item in added if item.status is Status.SWAPPED]
         slot_of_adapter = {
-            adapter
-            for adapter, adapter_slot in residency.slot_of.items()
-            if (residency.adapter_slots == adapter_slot).any()
+            adapter for adapter, adapter_slot in residency.place_of.items() if (residency.places == adapter_slot).any()
         }
         first = next((item for item in queued if item.adapter is None or item.adapter in slot_of_adapter), None)
         ahead = queued[: queued.index(first)] if first is not None else []
@@ -591,7 +589,7 @@ def test_any_traffic_of_adapters_ends_and_nobody_waits_where_there_is_room(
         abort_due(scheduler, aborts)
         scheduler.check()
     event("others were passed" if passed else "nobody was passed")
-    assert (residency.adapter_slots == -1).all() and scheduler.tables.pool.num_available == pages
+    assert (residency.places == -1).all() and scheduler.tables.pool.num_available == pages
 
 
 def test_requests_move_to_low_slots_with_pages_and_adapters_where_none_waits():
@@ -611,5 +609,5 @@ def test_requests_move_to_low_slots_with_pages_and_adapters_where_none_waits():
     scheduler.finish(waiting)
     step(scheduler)
     assert [requests[5].slot, requests[7].slot] == [0, 1] and [list(scheduler.tables[slot]) for slot in (0, 1)] == pages
-    assert scheduler.residency.adapter_slots.tolist() == 2 * [1] + 6 * [-1]
+    assert scheduler.residency.places.tolist() == 2 * [1] + 6 * [-1]
     scheduler.check()

@@ -117,7 +117,7 @@ def test_the_cache_holds_what_plain_steps_leave_there(model: Model) -> None:
 
 def test_ngrams_draft_what_followed_before() -> None:
     drafter = NgramDrafter()
-    choice = ActiveChoice(0, 0, Request([1], 9), np.array([5, 6, 7, 8, 5, 6]), None, scheduler.Scheduled(6, 20))
+    choice = ActiveChoice(0, 0, Request([1], 9), np.array([5, 6, 7, 8, 5, 6]), None, scheduler.Scheduled(6, 20), ())
     assert drafter.propose({choice: 3}) == {choice: [7, 8, 5]}
     choice.answer += [7]
     assert drafter.propose({choice: 6}) == {choice: [8, 5, 6, 7, 8, 5]}  # and what repeats itself goes on
@@ -130,7 +130,7 @@ def test_the_same_layers_draft_what_is_accepted_and_a_cut_shares_them(demo: Resu
     plain = run(Engine(model), *requests)
     for layers, min_share in (("all", 0.8), (2, 0.05)):
         draft = open_model(demo, layers=layers, cut_of=model, chunk_size=64)
-        assert draft.executor.network.layers[0] is model.executor.network.layers[0]
+        assert draft.executor.networks[0].layers[0] is model.executor.networks[0].layers[0]
         speculation = Speculation(ModelDrafter(draft), 4)
         assert run(Engine(model, speculation=speculation), *requests) == plain
         assert sum(speculation.accepted) >= min_share * speculation.num_draft_tokens, speculation.counts()
@@ -190,9 +190,9 @@ def test_a_grammar_holds_with_drafts_that_break_it(demo: Results, model: Model) 
         Request(tokenizer.encode("On"), 40, None, frozenset(model.eos_token_ids), Sampling(t, seed=4), grammar=grammar)
         for t in (0.0, 1.0)
     ]
-    plain = run(Engine(model, grammars=grammars), *requests)
+    plain = run(Engine(model, grammars={"": grammars}), *requests)
     for wrong in (2, 10**9):
-        engine = Engine(model, grammars=grammars, speculation=Speculation(recorded(plain, wrong), 4))
+        engine = Engine(model, grammars={"": grammars}, speculation=Speculation(recorded(plain, wrong), 4))
         assert run(engine, *requests) == plain
 
 

@@ -20,7 +20,7 @@ from lockstep.runtime.request import Request
 from lockstep_serve.app import application
 from lockstep_serve.frames import Abort, Add, Counters, Frame, Ready, Refused, Step
 from lockstep_serve.service import Service
-from lockstep_serve.settings import EngineOptions, ServiceLimits, ServiceOptions
+from lockstep_serve.settings import EngineOptions, ServedModelOptions, ServiceLimits, ServiceOptions
 from lockstep_serve.stream import PromptRequest, Stream, StreamError
 
 SLOTS = 3
@@ -59,7 +59,7 @@ def tokenizer() -> Tokenizer:
 
 def service_of(tokenizer: Tokenizer) -> tuple[Service, Played]:
     options = EngineOptions("", "", "", "all", {})
-    service = Service(ServiceOptions("played", options, LIMITS), tokenizer)
+    service = Service(ServiceOptions([ServedModelOptions("played", tokenizer)], options, LIMITS))
     played = Played()
     # type: ignore[assignment]
     service.link = played
@@ -119,7 +119,7 @@ def test_totals_are_those_of_a_recount_whatever_comes(tokenizer: Tokenizer, data
         prompts = [PromptRequest(Request([5] * length, limit, n=n), stop) for length in lengths]
         expected = refusal(service, prompts)
         try:
-            streams.append(service.submit(prompts))
+            streams.append(service.default.submit(prompts))
             stream_error = None
         except StreamError as error:
             stream_error = error.status, error.retry_after
@@ -166,7 +166,7 @@ def test_a_refused_request_is_gone_when_it_is_answered(tokenizer: Tokenizer) -> 
     """What only a garbage collection finds makes collections long, and all requests wait for them."""
     service, _ = service_of(tokenizer)
     for _ in range(LIMITS.max_queue + SLOTS):
-        service.submit([PromptRequest(Request([5], 30))])
+        service.default.submit([PromptRequest(Request([5], 30))])
     sent = []
 
     async def ask() -> None:

@@ -30,7 +30,7 @@ from lockstep_serve.frames import Load
 from lockstep_serve.log import log, start_log
 from lockstep_serve.run import listening
 from lockstep_serve.service import Service
-from lockstep_serve.settings import EngineOptions, ServiceOptions
+from lockstep_serve.settings import EngineOptions, ServedModelOptions, ServiceOptions
 from some import some
 
 ASKED = {"model": "demo-llama", "prompt": "Once upon a time", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
@@ -52,7 +52,7 @@ def service(demo: Results, lines: list[str]) -> Service:
     paths += [demo.assembly("demo-llama", "fp32"), demo.weights("demo-llama", "fp32")]
     options = EngineOptions(*map(str, paths), "all", asdict(LIMITS), threads=1)
     tokenizer = Tokenizer.open(paths[1])
-    return Service(ServiceOptions("demo-llama", options), tokenizer)
+    return Service(ServiceOptions([ServedModelOptions("demo-llama", tokenizer)], options))
 
 
 async def answered(socket: Path, at_first: Callable[[], None] = lambda: None) -> Answer:

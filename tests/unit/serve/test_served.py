@@ -31,7 +31,7 @@ from lockstep_serve.frames import Add, Frame
 from lockstep_serve.openai import CompletionFormat
 from lockstep_serve.run import listening
 from lockstep_serve.service import Service
-from lockstep_serve.settings import EngineOptions, ServiceOptions
+from lockstep_serve.settings import EngineOptions, ServedModelOptions, ServiceOptions
 from shared import Shared
 from some import some
 
@@ -195,7 +195,7 @@ def test_a_model_with_a_format_is_asked_for_a_call(shared: Shared, monkeypatch: 
 
     async def ask() -> tuple[int, str | None]:
         template = ChatTemplate.open(assembly)
-        service = Service(ServiceOptions("scripted", options, chat_template=template), Tokenizer.open(assembly))
+        service = Service(ServiceOptions([ServedModelOptions("scripted", Tokenizer.open(assembly), template)], options))
         with tempfile.TemporaryDirectory() as folder:
             socket = Path(folder, "socket")
             async with listening(service, socket):

@@ -36,7 +36,7 @@ from lockstep.verify.served.check import open_model
 from lockstep.verify.served.sampling import SamplingCheck
 from lockstep_serve.run import listening
 from lockstep_serve.service import Service
-from lockstep_serve.settings import EngineOptions, ServiceOptions
+from lockstep_serve.settings import EngineOptions, ServedModelOptions, ServiceOptions
 
 pytestmark = pytest.mark.exports
 ERROR = 0.02  # of a logit, as of fp16
@@ -60,7 +60,7 @@ class Served:
         options = EngineOptions(str(engines), str(assembly), str(weights), "all", limits, 1)
         template = ChatTemplate.open(assembly)
         tokenizer = Tokenizer.open(assembly)
-        self.service = Service(ServiceOptions("demo-llama", options, chat_template=template), tokenizer)
+        self.service = Service(ServiceOptions([ServedModelOptions("demo-llama", tokenizer, template)], options))
         self.texts = Texts(tokenizer_path(assembly))
         self.model = open_model(options)
         self.planted = planted

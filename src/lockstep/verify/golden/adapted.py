@@ -66,7 +66,7 @@ def check(
     adapted = AdaptedReport(
         **{**vars(report), "prompts": prompts},
         adapters={name: adapters.loaded[name].sha256 for name in checked.names()},
-        places=adapters.residency.max_adapters,
+        places=adapters.residency.num_places,
         loads=adapters.residency.loads,
     )
     return checked.finish(out, adapted)
@@ -111,7 +111,7 @@ class _Check(GoldenCheck):
         names = self.names()
         without = [i for i, prompt in enumerate(self.prompts) if not prompt.adapter]
         without = sorted(without, key=lambda i: len(self.prompts[i].prompt_ids))[:1]
-        places = range(adapters.residency.max_adapters)
+        places = range(adapters.residency.num_places)
         # Any two slots differ in a bit of their numbers, so they hold different adapters in the rounds of that bit.
         bits = range(max(1, (len(places) - 1).bit_length()))
         rounds = list(itertools.product(bits, (1, 0)))
