@@ -111,7 +111,7 @@ def certificate(page: Path, document: Certificate, company: str) -> bytes:
         worse = [Point(EVERY * (look + 1), -value) for look, value in enumerate(values)]
         series[name] = worse
     charts.append(curves("how much less likely than the likeliest (nats)", "answers", series))
-    charts.append(bars("power", document.power, ".0%"))
+    charts.append(bars("power in %", {name: 100 * chance for name, chance in document.power.items()}))
     title = f"{document.model}: {document.verdict}"
     return _render("certificate.html", page, title=title, certificate=document, charts=charts, holds=company, files=[])
 
