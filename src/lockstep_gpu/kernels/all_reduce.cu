@@ -10,6 +10,7 @@ __device__ void wait_for(const Group& group, const unsigned* flag, unsigned laun
     long long start = 0;
     for (unsigned spins = 0;; ++spins) {
         asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory");
+        // A difference, as numbers of launches wrap around. A fast rank may be one launch ahead.
         if ((int)(seen - launch) >= 0 || is_lost(group, other, spins, start)) break;
     }
 }

@@ -20,7 +20,7 @@ __device__ __forceinline__ void expert_products(const unsigned short* weight, co
     next_may_start();
     wait_for_previous();
     Tile tile = tiles[blockIdx.x / out_blocks];
-    if (!tile.count) return;
+    if (!tile.count) return;  // a launch has as many tiles as routing can ever need
     u32 base = shared_memory();
     weight += (long long)tile.expert * out_features * in_features;
     const unsigned short* from[ROW_LOADS];
@@ -55,7 +55,7 @@ __device__ __forceinline__ void expert_products(const unsigned short* weight, co
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
         wait_but_for<DEPTH - 2>();
-        __syncthreads();
+        __syncthreads();  // all see this stage, and have read the one that is overwritten next
         if (step + DEPTH - 1 < steps) load(step + DEPTH - 1);
         commit();
         if (beside >= BESIDE) continue;

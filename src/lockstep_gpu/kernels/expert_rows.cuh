@@ -30,8 +30,8 @@ __device__ __forceinline__ int place_of(int row, int piece) {
     return row * BYTES + ((piece & ~7) | ((piece ^ row) & 7)) * 16;
 }
 
-// What warps have accumulated, [TILES][PARTS] of 16 outputs and 8 rows, to the rows of `out`, 16 bytes at a time. DENSE:
-// to the first rows, not to those of `order`.
+// Stores the warps' sums, [TILES][PARTS] of 16 outputs and 8 rows, in the rows of `out`, 16 bytes at a time. DENSE: in
+// the first rows, not in those of `order`.
 template <int TILES, int PARTS, int OUTS, int BLOCK, bool DENSE = false>
 __device__ __forceinline__ void store(float (*sums)[PARTS][4], int across, int beside, bool has_some,
                                       unsigned short* out, const int* order, int count, int out_features, int most) {
@@ -39,7 +39,7 @@ __device__ __forceinline__ void store(float (*sums)[PARTS][4], int across, int b
     unsigned short* results = (unsigned short*)memory;
     int lane = threadIdx.x % 32;
     wait_but_for<0>();
-    __syncthreads();
+    __syncthreads();  // the results take the memory of the stages
     if (has_some)
 #pragma unroll
         for (int n = 0; n < TILES * PARTS * 4; n++) {

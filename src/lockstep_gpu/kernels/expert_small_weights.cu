@@ -1,16 +1,16 @@
 // Products of tokens' rows with the weights of their experts, [out_features, in_features] of integers or of e2m1
 // numbers.
 //
-// Integers are as MatMulNBits has them: uint8 less 128, or four bits less 8, the first of two in the low half of a
-// byte; scales fp16, 2^8 times as large as they are (small_weights.cu). e2m1 numbers (MXFP4) lie likewise; a scale is a
-// byte, its exponent.
+// Integers are stored as MatMulNBits stores them: uint8 less 128, or four bits less 8, the first of two in the low half
+// of a byte; scales are fp16, times 2^8 (small_weights.cu). Numbers of e2m1 (MXFP4) have four bits in the same order; a
+// scale is a byte, its exponent.
 //
-// 32 columns at a time are two of mma.m16n8k16: which lane holds which column is free in a sum, as long as both factors
-// agree, so each has eight that lie beside each other. The columns of a group are accumulated as they are stored, and
-// the sum is multiplied with the group's scale, in fp32: a row has the same bits whatever the size of tiles.
+// 32 columns are two mma.m16n8k16. A sum does not depend on which lane holds which column, as long as both factors
+// agree, so each lane has eight contiguous ones. The columns of a group are accumulated without their scale, and the
+// sum is multiplied by it in fp32: a row has the same bits whatever the size of tiles.
 //
-// DENSE: products of all rows with one weight of integers, in bf16, which has all integers of 8 bits, but no products of
-// them with a scale.
+// DENSE: GEMMs of all rows with one weight of integers, in bf16. Its 8 bits of mantissa hold each integer, but not its
+// product with a scale, so the weight cannot be dequantized first.
 #include "expert_rows.cuh"
 
 #define E2M1 0

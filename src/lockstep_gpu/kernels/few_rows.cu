@@ -34,6 +34,7 @@ __device__ __forceinline__ void few_rows(const unsigned short* weight, const uns
 #pragma unroll
         for (int i = 0; i < OUTPUTS * PIECES / THREADS; i++) {
             int n = i * THREADS + tid, row = n / PIECES, piece = n % PIECES;
+            // Outputs after the last one read its row, and are dropped; columns after the last one are zeros.
             int column = step * COLUMNS + piece * 8, out = min(first + row, out_features - 1);
             bool in = column < in_features;
             copy_async(to + place(row, piece), weight + (long long)out * in_features + (in ? column : 0), in);
@@ -57,19 +58,19 @@ __device__ __forceinline__ void few_rows(const unsigned short* weight, const uns
 #pragma unroll
     for (int step = 0; step < STAGES - 1; step++) {
         if (step < steps) load_x(step);
-        commit();
+        commit();  // also of nothing: `wait_for_stage` counts groups
     }
     float sums[TILES][4] = {};
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
         wait_for_stage();
-        __syncthreads();
+        __syncthreads();  // all see this stage, and have read the one that is overwritten next
         if (step + STAGES - 1 < steps) {
             load_weight(step + STAGES - 1);
             load_x(step + STAGES - 1);
         }
         commit();
-        if (beside * 8 < ROWS) {
+        if (beside * 8 < ROWS) {  // with 8 rows half of the warps only load
             u32 a_from = base + step % STAGES * STAGE, b_from = a_from + OUTPUTS * COLUMNS * 2;
             u32 a[K][4], b[K][2];
 #pragma unroll

@@ -1,9 +1,9 @@
-// Paged attention of one token a request in float32: RoPE, the write to the cache and attention, as paged_decode.cu, whose
-// arguments it takes, and prompts too, a token a block.
+// Paged attention of one token a request in float32: RoPE, the write to the cache and attention. It has the arguments
+// of paged_decode.cu. Prompts take it too, a block for each token.
 //
-// A block has a request and up to HEADS query heads of a KV head, one after another. Warp w takes the tokens w, w + WARPS
-// ... of those that are seen, each lane some dims; then the warps are put together in order. So a row's bits depend on
-// its own length alone. Only the first block of blockIdx.x has work.
+// A block computes up to HEADS query heads of a KV head of a request, one after another. Warp w takes the visible
+// tokens w, w + WARPS ..., each lane some dims; then the warps are combined in order. So a row's bits depend on its
+// length alone. Blocks with blockIdx.x > 0, which paged_decode.cu needs for its splits, do nothing.
 #ifndef KIND
 #define KIND 0
 #endif
@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 if (const int j = n * 32 + lane; j < VALUE_DIM)
                     sums[n] = __fmaf_rn(sums[n], rescale, __fmul_rn(share, v[j]));
         }
-        __syncthreads();  // all have read those of the head before
+        __syncthreads();  // all have read the parts of the previous head
         if (lane == 0) {
             tops[warp] = top;
             weights[warp] = weight;

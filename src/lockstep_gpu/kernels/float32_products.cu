@@ -2,7 +2,8 @@
 // rows with the weights of their experts.
 //
 // Each output is accumulated by one thread from the first column to the last, by fmaf: a row has the same bits whatever
-// the size of tiles. A block makes OUTS outputs of the ROWS rows of a tile, COLUMNS columns at a time.
+// the size of tiles. Tensor cores would round the factors to 11 bits. A block computes OUTS outputs of the ROWS rows of
+// a tile, COLUMNS columns at a time.
 #include "expert_rows.cuh"
 
 #define COLUMNS 32
@@ -20,7 +21,7 @@ __device__ __forceinline__ void products(const float* weight, const Number* x, f
                                          const Tile* tiles, int sharing, int out_features, int in_features,
                                          int out_blocks, int rows) {
     constexpr int OUTPUTS_OF = OUTS / 32, ROWS_OF = ROWS * 32 / BLOCK;  // of a thread
-    __shared__ float weights[COLUMNS][OUTS + 1], values[COLUMNS][ROWS + 1];
+    __shared__ float weights[COLUMNS][OUTS + 1], values[COLUMNS][ROWS + 1];  // + 1: columns are in different banks
     int tid = threadIdx.x, first = blockIdx.x % out_blocks * OUTS, first_row = blockIdx.x / out_blocks * ROWS;
     int lane = tid % 32, warp = tid / 32;
     next_may_start();

@@ -1,9 +1,9 @@
 // Keys and values of a head as e4m3 with a scale.
 //
-// A page of a KV head is PAGE times its numbers, one byte each, then PAGE scales. A scale is a power of two, kept as
-// the high byte of its fp16: the smallest with which no number is beyond 448, from 2^-22 to 2^7. So what is kept is a
-// number of fp16 to the bit, and a product with the scale rounds nothing. A head of which a number is NaN or infinite
-// has a scale of NaN. A number beyond 57344 becomes that.
+// A page of a KV head is PAGE times its numbers, one byte each, then PAGE scales. A scale is a power of two, stored as
+// the high byte of its fp16: the smallest for which no code is above 448, from 2^-22 to 2^7. So a code times its scale
+// is a number of fp16, and the product rounds nothing. A head with a NaN or an infinity has a scale of NaN. Numbers
+// above 57344 are clamped to it.
 #pragma once
 #include "attention.cuh"
 
@@ -31,7 +31,7 @@ __device__ __forceinline__ Code code_of(Bits value, unsigned exponent) {
     return (code < 0x7e ? code : 0x7e) | (bits >> 24 & 0x80);
 }
 
-// Codes as fp16, number 2 * half and the next one of a word: times CODE_UNIT and the scale they are what is kept.
+// Codes 2 * half and 2 * half + 1 of a word, as fp16; times CODE_UNIT and the scale they are the cached numbers.
 #if !defined ON_HOST && __CUDA_ARCH__ >= 890
 #define CODE_UNIT 0.00390625f
 __device__ __forceinline__ unsigned halves_of(unsigned codes, int half) {

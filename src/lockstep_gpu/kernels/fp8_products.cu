@@ -104,6 +104,7 @@ __device__ __forceinline__ void few_rows_fp8(const unsigned char* weight, const 
             }
         }
     }
+    // The four chains, then the two warps, in a fixed order.
     float sums[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) sums[i] = (chains[0][i] + chains[1][i]) + (chains[2][i] + chains[3][i]);

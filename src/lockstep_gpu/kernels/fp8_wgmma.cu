@@ -12,7 +12,7 @@
 #define ROWS 64
 #define MULTIPLIERS 256   // threads of the warpgroups that multiply
 #define DEPTH 128         // columns of a stage, which are the 128 bytes of a row that TMA and wgmma swizzle
-#define PITCH (TILE + 4)  // numbers from the sums of one row to the next
+#define PITCH (TILE + 4)  // numbers from the sums of one row to the next: rows begin in different banks
 
 struct alignas(64) TensorMap {
     u64 v[16];
@@ -164,10 +164,12 @@ __device__ __forceinline__ void wgmma_fp8(const TensorMap& weight, const TensorM
             asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" : : : "memory");
 #pragma unroll
             for (int j = 0; j < 32; j++) asm volatile("" : "+f"(partial[j]) : : "memory");  // not to be read before
+            // The stage is free: tell each block of the pair, which writes half of the weight into it.
             if (lane < PAIR) arrive(in_block(empty + place * 8, rank * PAIR + lane));
 #pragma unroll
             for (int j = 0; j < 32; j++) total[j] += partial[j];
         }
+        // Before outputs are written, which the previous kernel may still read.
         wait_for_previous();
         asm volatile("bar.sync 1, %0;" : : "n"(MULTIPLIERS) : "memory");  // all have read the ring, and the sums before
         int output = across + tid % 128 / 32 * 16 + lane / 4, row = lane % 4 * 2;

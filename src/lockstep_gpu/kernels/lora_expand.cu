@@ -65,6 +65,7 @@ __device__ __forceinline__ void expand(const unsigned short* y, int y_step, cons
         id[i] = integer(ids, wide, of_rows_wide < 0 ? row : integer(of_rows, of_rows_wide, row));
         same = same && id[i] == id[0];
     }
+    // Each row accumulates in the same order in either branch, so its bits do not depend on its neighbours.
     if (column >= 0 && same && id[0] >= 0) {
         for (int r = 0; r < rank; r += AT_ONCE) {
             const unsigned short* from[ROWS];

@@ -123,6 +123,8 @@ __device__ u64 cut(const Row& row, u64 floor, u64 count, double share) {
     __shared__ unsigned low[BINS], high[BINS];  // halves of sums: shared memory adds 32 bits at a time
     __shared__ u64 above, inside;
     __shared__ int chosen;
+    // Each round reads the whole row, which is in the cache, and fixes one more digit of the key. `prefix`: the digits
+    // so far. `need`: the count, or mass, that tokens whose keys begin with them must contribute.
     bool by_mass = count == 0;
     u64 need = count, prefix = 0;
     for (int shift = KEY_BITS - DIGIT; shift >= 0; shift -= DIGIT) {
@@ -156,13 +158,14 @@ __device__ u64 cut(const Row& row, u64 floor, u64 count, double share) {
         prefix = prefix << DIGIT | chosen;
         need -= above;
         u64 tokens = inside;
-        if (by_mass && shift == ID_BITS) {  // tokens of one weight: so many of them
+        if (by_mass && shift == ID_BITS) {  // all digits of a weight: its tokens have equal masses, so count them
             const u64 mass = mass_of(__uint_as_float((unsigned)prefix));
             need = (need + mass - 1) / mass;
             tokens /= mass;
             by_mass = false;
         }
         __syncthreads();  // all have read what the next digit writes
+        // All tokens with this prefix are kept: the remaining digits would be zeros.
         if (!by_mass && need >= tokens && prefix << shift > floor) return prefix << shift;
         if (!by_mass && need >= tokens) return floor;
     }
@@ -332,6 +335,7 @@ __device__ void write_logprobs(const Row& row, float best, int token, int count,
             record.tokens[n] = at;
             record.logits[n] = top;
         }
+        // The thread whose token was written looks for its next one.
         if (at != place || at == row.size) continue;
         top_left = __int_as_float(0xff800000);
         place = row.size;
@@ -392,8 +396,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (threadIdx.x == 0) set_next(slot, at, next, limit, next_tokens, tokens, positions, wide);
 }
 
-// Of ranks that each have `size` of the logits, tokens from `first` on. A rank's argmax of a row: the first of its
-// largest logits, infinity for NaN.
+// The argmax of a row in a rank's shard of the logits, of `size` tokens from `first` on: the first of the largest
+// logits; infinity for NaN.
 struct RankArgmax {
     float logit;
     int token;
@@ -408,7 +412,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (threadIdx.x == 0) argmax[blockIdx.x] = {best, first + at};
 }
 
-// As `advance` at temperature 0, of all ranks' argmax [rows, ranks], by the tokens that they have.
+// As `advance` at temperature 0, from all ranks' argmax [rows, ranks]. Ranks are in the order of their tokens, so the
+// first of equal logits has the lowest id.
 extern "C" __global__ void choose(const RankArgmax* argmax, int ranks, const int* slots, const void* input_positions,
                                   int limit, int* next_tokens, void* tokens, void* positions, int wide) {
     const int slot = slots[blockIdx.x];

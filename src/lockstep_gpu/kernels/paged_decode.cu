@@ -288,7 +288,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
               end = min(units, last_split * size);
     int at = first_split * size + warp;
 
-    // Then those that do, and the first unit.
+    // Then the loads that depend on the position, and those of the first unit.
     if (WINDOW || at != likely) entries = page_of(table, first + at + lane * WARPS, pages_per_row);
     const int new_page = load_constant(table + position / PAGE);
 #pragma unroll
@@ -348,6 +348,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const int split_end = min(units, (split + 1) * size);
 #pragma unroll 1
         for (; at < split_end; at += WARPS, ++ahead) {
+            // Keys are free once the scores are computed, values once they are multiplied: right then the loads of the
+            // warp's next unit are issued into the same registers, so that they take the time of the other half.
             const int base = (first + at) * UNIT, next = base + WARPS * UNIT;
             const bool more = at + WARPS < end;
             if ((ahead & 31) == 0) entries = page_of(table, next / UNIT + lane * WARPS, pages_per_row);
@@ -385,7 +387,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             }
 #if FP8
             unsigned key_scales[4], value_scales[4],
-                pair_scales[2];  // of tokens 2t, 2t + 1, 2t + 8, 2t + 9; what is stale may be NaN
+                pair_scales[2];  // of tokens 2t, 2t + 1, 2t + 8, 2t + 9; 0 where a stale scale may be NaN
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int token = base + i / 2 * 8 + 2 * t + i % 2;
@@ -399,6 +401,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 if (CODE_UNIT != 1) pair_scales[i] = times(pair_scales[i], 0x1c001c00);  // 2^-8
             }
 #endif
+            // Rows 8 to 15 of the queries' matrix are zeros: heads are at most 8.
             float s[2][4] = {}, best = LOWEST;  // scores of head g, tokens 2t, 2t + 1 (s[0]) and 8 further (s[1])
 #pragma unroll
             for (int i = 0; i < 2; ++i)
@@ -423,6 +426,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                     if (token < low || token > position) s[i][e] = -INFINITE;
                     best = fmaxf(best, s[i][e]);
                 }
+            // Online softmax: the four lanes of a head agree on its largest score so far, and earlier sums are scaled
+            // to it. `weight` is the sum of a lane's tokens until the split ends.
             best = fmaxf(best, __shfl_xor_sync(~0u, best, 1));
             best = fmaxf(best, __shfl_xor_sync(~0u, best, 2));
             best = fmaxf(best, top);
@@ -469,7 +474,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #endif
         }
 
-        // Combine the parts of the warps.
+        // Combine the parts of the warps, in the order of the warps.
         weight += __shfl_xor_sync(~0u, weight, 1);
         weight += __shfl_xor_sync(~0u, weight, 2);
         if (split > first_split) __syncthreads();  // all warps have read the parts of the previous split
@@ -497,7 +502,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             for (int w = 0; w < WARPS; ++w)
                 sum.add(tops[w * HEADS + head], weights[w * HEADS + head],
                         *(const Vec4*)(parts + (w * HEADS + head) * VALUE_DIM + place));
-            if (blocks == 1) {
+            if (blocks == 1) {  // this block has all splits: combine them as the last block would, in registers
                 total[i].add(sum.top, sum.weight, sum.values);
                 continue;
             }

@@ -7,7 +7,7 @@
 __device__ __forceinline__ long long weights_of(long long position, bool is_key) {
     return (SEPARATE ? 2 * position + is_key : position) * DIM;
 }
-// The elements that element j is made of; where `partner` says which the second is.
+// The two elements that RoPE combines to element j.
 __device__ __forceinline__ int first_of(const int* partner, bool is_key, int j) {
     return SEPARATE ? partner[2 * is_key * DIM + j] : j;
 }

@@ -59,8 +59,11 @@ __device__ __forceinline__ uint4 stream_ahead(const uint4* from) {
 }
 #endif
 
-// The numbers of one word as pairs of fp16. Four bits: pairs (0, 4), (1, 5), (2, 6), (3, 7). Exact: 1024 + q has them
-// all.
+// The numbers of one word as pairs of fp16. Four bits: pairs (0, 4), (1, 5), (2, 6), (3, 7).
+//
+// fp16's numbers from 1024 on are 1 apart, so 0x6400 | q is 1024 + q. Subtracting 1024 + 128 (0x6480), or 1024 + 8
+// (0x6408), leaves the signed number, exactly, two numbers at
+// a time. Four bits that are not shifted down are 1024 + 16 q: times 1/16, less 72.
 template <int BITS>
 __device__ __forceinline__ void unpack(u32 word, u32 scale, u32* pairs) {
     if (BITS == 8) {
@@ -85,7 +88,7 @@ __device__ __forceinline__ void gemv(const uint4* weight, const unsigned short* 
     constexpr int OUTPUTS = ACROSS * TILES * 16, THREADS = ACROSS * DEEP * 32;
     constexpr int TURN = 4 * PIECES,
                   STEP = DEEP * TURN;  // units that a warp takes at once, and those that share its outputs
-    __shared__ float sums[DEEP][OUTPUTS][8 * HALVES + 1];
+    __shared__ float sums[DEEP][OUTPUTS][8 * HALVES + 1];  // + 1: the rows of an output begin in different banks
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4, four = lane % 4;
     int across = warp % ACROSS, deep = warp / ACROSS;
     int first = blockIdx.x * OUTPUTS, groups = in_features / group_size;
@@ -127,7 +130,7 @@ __device__ __forceinline__ void gemv(const uint4* weight, const unsigned short* 
 #pragma unroll
             for (int i = 0; i < 2 * TILES; i++) {
                 words[n][i] = next[n][i];
-                scale[n][i] = next_scale[n][i] * 0x10001u;
+                scale[n][i] = next_scale[n][i] * 0x10001u;  // in both halves
             }
         if (at + STEP < units) load(at + STEP);
 #pragma unroll
@@ -172,7 +175,7 @@ __device__ __forceinline__ void gemv(const uint4* weight, const unsigned short* 
     for (int i = threadIdx.x; i < OUTPUTS * rows; i += THREADS) {
         int of = i % OUTPUTS, request = i / OUTPUTS, out = first + of;
         if (out >= out_features) continue;
-        float sum = 0;
+        float sum = 0;  // of the warps' columns, in their order: a row has the same bits in any batch
 #pragma unroll
         for (int other = 0; other < DEEP; other++) sum += sums[other][of][request];
         unsigned short result = narrow(sum * UNSCALE);

@@ -14,6 +14,7 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS)
     __syncthreads();
     for (int row = expert; row < rows; row += SORT_THREADS) atomicAdd(&next[ids[row]], 1);
     __syncthreads();
+    // Prefix sums over the experts: where the rows and the tiles of each begin.
     int count = next[expert], used = (count + tile_rows - 1) / tile_rows, turn = 0;
     sums[0][0][expert] = count;
     sums[0][1][expert] = used;
@@ -28,8 +29,10 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS)
     next[expert] = first;
     for (int i = 0; i < used; i++)
         tiles[tile + i] = {expert, first + i * tile_rows, min(tile_rows, count - i * tile_rows), 0};
+    // Tiles that a step of this many rows could have needed, routed otherwise: blocks are launched for them, too.
     int used_experts = min(experts, rows), max_tiles = used_experts + (rows - used_experts) / tile_rows;
     for (int i = sums[turn][1][experts - 1] + expert; i < max_tiles; i += SORT_THREADS) tiles[i] = {0, 0, 0, 0};
     __syncthreads();
+    // The order within an expert differs from run to run, but a row has the same bits at any place of a tile.
     for (int row = expert; row < rows; row += SORT_THREADS) order[atomicAdd(&next[ids[row]], 1)] = row;
 }

@@ -94,6 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const Span span = span_of(blockIdx.x / BLOCKS, bounds, single, rows, positions);
     if (span.row < 0) return;
     const int lane = threadIdx.x % LANES, place = blockIdx.x % BLOCKS * OWN + threadIdx.x / LANES;
+    // Threads after the last column compute it again, because all lanes of a warp take part in its shuffles.
     const int column = place < COLUMNS ? place : COLUMNS - 1, head = column / VALUE_DIM,
               key_head = head / (VALUE_HEADS / KEY_HEADS);
     float* at = states + ((long long)span.row * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM) + column % VALUE_DIM;
@@ -104,6 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int token = span.first; token < span.last; ++token) {
         load_part(k, key + ((long long)token * KEY_HEADS + key_head) * KEY_DIM, lane);
         load_part(q, query + ((long long)token * KEY_HEADS + key_head) * KEY_DIM, lane);
+        // The state stays in registers from token to token: memory is read and written once a chunk.
         const float kept = expf(wide(decay[(long long)token * VALUE_HEADS + head]));
         float v = wide(value[(long long)token * COLUMNS + column]);
 #pragma unroll

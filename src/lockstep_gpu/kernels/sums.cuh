@@ -6,7 +6,7 @@
 // bits.
 //
 // Terms of sums need no flags or fences: their memory holds EMPTY, a NaN that no rank sends, until they arrive. It has
-// three sections, used in turn: one is filled in a launch, cleared in the next, and filled again in the third.
+// three sections, used in turn: in each launch one is filled, and the one that the last launch filled is cleared.
 //
 // A rank that waits too long records for which one, on the host too, and stops waiting; the host may record that no
 // rank will answer. Threads poll the host only after a long wait: reads of one address in its memory are served one at
@@ -63,7 +63,7 @@ struct Group {
     // Units that arrived in the last launch, and are cleared in this one.
     __device__ int last_units() const { return ((volatile unsigned*)state)[3]; }
     __device__ void empty(unsigned launch, int i) const {
-        for (int from = 0; from < WORLD; ++from)
+        for (int from = 0; from < WORLD; ++from)  // launch + 2 has the section of launch - 1
             terms(rank, launch % 3 + 2, from)[i] = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
     }
     __device__ void empty_all(unsigned launch, int first, int step) const {
@@ -86,7 +86,7 @@ __device__ long long now() {
 
 // Whether to wait no more for a rank that has not come, asked `spins` times; start: 0 at first.
 __device__ bool is_lost(const Group& group, int other, unsigned spins, long long& start) {
-    if ((spins & 63) != 63) return false;
+    if ((spins & 63) != 63) return false;  // look at the clock and the record seldom: data is what is waited for
     volatile unsigned* noted = group.state + 2;
     if (*noted) return true;
     long long time = now();
@@ -130,6 +130,7 @@ __device__ bool has_empty(uint4 unit) {
     return unit.x == EMPTY || unit.y == EMPTY || unit.z == EMPTY || unit.w == EMPTY;
 }
 
+// Writes a unit to all other ranks. Words that look like EMPTY become another NaN: the receiver would wait for them.
 __device__ void send_term(const Group& group, unsigned launch, uint4 unit, int place) {
     const unsigned nan = 0x7fff7fffu;
     if (has_empty(unit))
@@ -151,7 +152,7 @@ __device__ uint4 read(const uint4* from) {
     return unit;
 }
 
-// What the ranks hold of one unit, accumulated.
+// Returns the sum of a unit over the ranks: waits until the terms of all others have arrived.
 __device__ uint4 sum_of_terms(const Group& group, unsigned launch, uint4 local, int place, int kind) {
     uint4 units[WORLD];
     long long start = 0;
@@ -171,8 +172,8 @@ __device__ uint4 sum_of_terms(const Group& group, unsigned launch, uint4 local, 
     return rounded(sums, kind);
 }
 
-// A row of KIND with so many units, replaced by the sum, by a block that goes on with it in shared memory. The launch
-// ends where the object does.
+// All-reduces a row of UNITS units of KIND, in place; the block reads the sum from shared memory (`numbers`). The
+// destructor ends the launch, so that it is the last access to memory that other ranks write.
 template <int UNITS, int THREADS>
 struct RowSum {
     const Group group;
