@@ -168,7 +168,7 @@ class StepRunner:
         self.check()
         try:
             yield
-        except BaseException:
+        except BaseException:  # a KeyboardInterrupt, too, leaves kernels that wait for others
             for rank in self.ranks:
                 if rank.exchange is not None:
                     rank.exchange.give_up()

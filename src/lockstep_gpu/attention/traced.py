@@ -95,11 +95,12 @@ class TracedAttention(SlicedAttention):
         calls: Calls = []
 
         def add(phase: str, tokens: slice, cache_rows: slice, past_lengths: cuda.Array) -> None:
-            inputs = {name: values[name][tokens] for name in ("query", "key", "value", "position_ids")}
-            inputs["past_key"] = cached_keys[cache_rows]
-            inputs["past_value"] = cached_values[cache_rows]
-            inputs["past_lengths"] = past_lengths
-            inputs = {name: inputs[name] for name in layer_attention.inputs[phase]}
+            arrays = {name: values[name][tokens] for name in ("query", "key", "value", "position_ids")}
+            arrays["past_key"] = cached_keys[cache_rows]
+            arrays["past_value"] = cached_values[cache_rows]
+            arrays["past_lengths"] = past_lengths
+            # An engine lacks the inputs that its variant does not read, such as positions without RoPE.
+            inputs = {name: arrays[name] for name in layer_attention.inputs[phase]}
             outputs = {
                 "attention": values["attention"][tokens],
                 "key_out": new_key[tokens],

@@ -120,19 +120,21 @@ def _elementwise(w: Writer, node: onnx.NodeProto, name: str, index: Index, row: 
     operands = [w.broadcast(operand, value, index, row) for operand in names]
     if node.op_type not in ("Min", "Max"):
         return w.combine(form, operands, value.c_type)
+    # Min and Max take any number of operands in ONNX.
     return functools.reduce(lambda a, b: w.combine(form, [a, b], value.c_type), operands)
 
 
 def _clipped(w: Writer, node: onnx.NodeProto) -> str:
     """Return the expression of a Clip by constants; NaN stays NaN."""
     expression = "{0}"
-    for name, sign in zip(node.input[1:], "<>"):
-        if name:
-            reject_if(name not in w.constants, f"Clip {node.output[0]} by a number that is computed")
-            number = float(w.constants[name].reshape(-1)[0])
-            if not math.isinf(number):
-                bound = constant_of(number)
-                expression = f"({{0}} {sign} {bound} ? {bound} : {expression})"
+    for name, sign in zip(node.input[1:], "<>"):  # of the minimum, and of the maximum; either may be absent
+        if not name:
+            continue
+        reject_if(name not in w.constants, f"Clip {node.output[0]} by a number that is computed")
+        number = float(w.constants[name].reshape(-1)[0])
+        if not math.isinf(number):
+            bound = constant_of(number)
+            expression = f"({{0}} {sign} {bound} ? {bound} : {expression})"
     return expression
 
 

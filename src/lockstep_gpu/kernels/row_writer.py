@@ -516,20 +516,24 @@ def _element(operand: Operand) -> str:
 
 def _values_of_a_row(piece: onnx.ModelProto) -> dict[str, Value | str]:
     """Return {name: value} of the values that only grow with the rows; of any other value why it has no rows."""
-    of_a_row = _shapes(piece, 1)
-    of_several = _shapes(piece, _TRIED_ROWS)
+    # Shapes are inferred twice, for one row and for three: the axis of rows is the one that grows.
+    shapes_of_one_row = _shapes(piece, 1)
+    shapes_of_several = _shapes(piece, _TRIED_ROWS)
     values: dict[str, Value | str] = {}
-    for name, (element, dims) in of_a_row.items():
-        _, other_dims = of_several.get(name, (element, ()))
+    for name, (element, dims) in shapes_of_one_row.items():
+        _, dims_of_several = shapes_of_several.get(name, (element, ()))
         sizes = tuple(size for size in dims if isinstance(size, int))
-        other = tuple(size for size in other_dims if isinstance(size, int))
-        if not len(sizes) == len(dims) == len(other) == len(other_dims):
+        sizes_of_several = tuple(size for size in dims_of_several if isinstance(size, int))
+        is_known = len(sizes) == len(dims) and len(sizes_of_several) == len(dims_of_several)
+        if not is_known or len(sizes) != len(sizes_of_several):
             continue
-        axes = [axis for axis, (size, size_of_several) in enumerate(zip(sizes, other)) if size != size_of_several]
-        if len(axes) > 1 or any(other[axis] != _TRIED_ROWS * sizes[axis] for axis in axes):
-            values[name] = f"of {list(sizes)} numbers for a row, and {list(other)} for {_TRIED_ROWS}"
+        axes = [axis for axis, size in enumerate(sizes) if size != sizes_of_several[axis]]
+        if not axes:
+            values[name] = Value(sizes, None, element)
+        elif len(axes) == 1 and sizes_of_several[axes[0]] == _TRIED_ROWS * sizes[axes[0]]:
+            values[name] = Value(sizes, axes[0], element)
         else:
-            values[name] = Value(sizes, axes[0] if axes else None, element)
+            values[name] = f"of {list(sizes)} numbers for a row, and {list(sizes_of_several)} for {_TRIED_ROWS}"
     return values
 
 

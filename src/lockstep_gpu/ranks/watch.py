@@ -52,6 +52,7 @@ class RankWatch:
 
 
 def _run(reference: weakref.ref[RankWatch]) -> None:
+    # The thread refers to the watch only while it asks it, so that the watch can become garbage.
     since: float | None = None
     while (watch := reference()) is not None:
         message = watch.timeout_error()
@@ -61,6 +62,6 @@ def _run(reference: weakref.ref[RankWatch]) -> None:
         elif since is None:
             since = time.monotonic()
         elif time.monotonic() - since > GRACE_S:
-            print(f"{PREFIX}{message}; it hangs still, so this process ends", file=sys.stderr, flush=True)
+            print(f"{PREFIX}{message}; it still hangs, so this process ends", file=sys.stderr, flush=True)
             os._exit(1)
         time.sleep(POLL_S)

@@ -79,7 +79,7 @@ def test_layers_in_one_graph_have_the_bits_of_their_engines(tiny, monkeypatch):
 
     def logits(model):
         yield model.step([Advance(0, tokens[:1], 0)])
-        yield from (logits for _, logits in model.logits_behind(0))
+        yield from (logits for _, logits in model.logits_after(0))
         for slot, length in ((0, 10), (1, 64), (2, 20)):  # the second row is full
             yield model.step([Advance(slot, tokens[:length], 0)]) if slot else model.step([Advance(0, tokens[1:10], 1)])
         for slots in ((0, 1, 2), (0, 2), (2,), (0, 2)):

@@ -423,7 +423,7 @@ def test_a_device_that_hangs_ends_the_process_with_its_rank(open_model, monkeypa
     assert codes[0] == 1 and line.startswith(
         "lockstep: error: tensor_parallel: expected rank 0 (GPU 0) at a sum, found"
     )
-    assert line.endswith("it hangs still, so this process ends")
+    assert line.endswith("it still hangs, so this process ends")
 
 
 @pytest.mark.parametrize("form", [FORMS[2]], indirect=True)

@@ -95,14 +95,16 @@ class KernelsProgram(GpuProgram):
     def __init__(self, path: Path, slots: Sequence[IO], rank: int = 0):
         super().__init__(path, slots, rank)
         self.block = block = KernelsFile.load(path)
+        # A step is a kernel, or a group of products of one input and one kind: its first product stands for all.
         self.kernels = [step.kernel for step in block.steps if step.kernel is not None]
         groups = [step.products for step in block.steps if step.kernel is None]
         self.groups = [group for group in groups if group[0].experts is None]
         products = list(itertools.chain.from_iterable(groups))
         self.of_experts = [product for product in products if product.experts is not None]
         self._weights_of_kernels = dict[str, str]()  # {slot: kind}
-        self.wide = {name for kernel in self.kernels for name in kernel.wide}
+        self.wide = set[str]()
         for kernel in self.kernels:
+            self.wide.update(kernel.wide)
             self._weights_of_kernels.update(argument for argument in kernel.arguments if argument[1] in OF_WEIGHTS)
         slots_read = {*self._weights_of_kernels}
         for product in products:
@@ -201,8 +203,12 @@ def _kinds(product: Product) -> Iterator[tuple[str, str]]:
 
 
 def _tensor(name: str, is_input: bool, dtype: str, shape: Shape) -> Tensor:
-    sizes = tuple(size if isinstance(size, int) else -1 for size in shape)
-    return Tensor(name, is_input, named_dtype(dtype), sizes)
+    sizes = []
+    for size in shape:
+        if isinstance(size, str):  # a dynamic dimension
+            size = -1
+        sizes.append(size)
+    return Tensor(name, is_input, named_dtype(dtype), tuple(sizes))
 
 
 class _Store:
@@ -242,9 +248,15 @@ class _Store:
             outs = (num_rows + num_adapter_rows,)
         if first.bits < 16:  # a set with quantised weights takes no adapters
             data = self._part(group, 0, None)
-            scales = self._part(group, 1, None if first.is_fp8 else _AS_SCALES)
+            scale_cast: WeightCast | None = _AS_SCALES
+            if first.is_fp8:  # whose scales are float32 and stay so
+                scale_cast = None
+            scales = self._part(group, 1, scale_cast)
             return SmallWeight(data, scales, first.bits, first.group_size, in_features, outs)
-        cast = self._cast(first.slots[0], _WIDE if first.is_float32 else self._program.dtype)
+        dtype = self._program.dtype
+        if first.is_float32:
+            dtype = _WIDE
+        cast = self._cast(first.slots[0], dtype)
         if first.transposed:
             cast = replace(cast or WeightCast(self._program.slots[first.slots[0]][1]), transposed=True)
         slots = [product.slots[0] for product in group]
@@ -462,7 +474,12 @@ class _Call:
         rows_of_outputs = self._arrays[lora.rows] if lora.rows else None
         adapters = Adapters(self._arrays[IDS], rows_of_outputs, lora.rank)
         outs = [self._values[product.output].array for product in group]
-        matrices = [self._arrays[product.lora.b] if product.lora else None for product in group]
+        matrices: list[cuda.Array | None] = []
+        for product in group:
+            b = None
+            if product.lora is not None:
+                b = self._arrays[product.lora.b]
+            matrices.append(b)
         expand = products.expand(StridedView.of(wide_out), shrunk, adapters, matrices, outs)
         return [lambda sizes: multiply(sizes[rows]), lambda sizes: expand(sizes[rows])]
 

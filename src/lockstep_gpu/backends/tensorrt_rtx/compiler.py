@@ -138,10 +138,11 @@ def build(library: RTXLibrary, graph: Path, out: Path, options: Mapping[str, Any
 
 
 def _check_heap() -> None:
-    """Raise CheckError where this process allocates on another heap: its engines would be other bytes."""
+    """Raise CheckError if malloc is not the monotonic heap's: the builder's output depends on addresses."""
     libc = ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_void_p
-    if not FIRST <= (libc.malloc(1) or 0) < LAST:
+    address = libc.malloc(1) or 0  # None for NULL. Never freed: the process builds a few engines and ends
+    if not FIRST <= address < LAST:
         raise CheckError(
             "backend tensorrt_rtx: expected a builder with a monotonic heap, by LD_PRELOAD and with 128 GiB of "
             "addresses, found the C library's heap; raise their limit (ulimit -v)"
