@@ -28,62 +28,92 @@ class ComposedBlock:
 
 def compose(blocks: Sequence[ComposedBlock], functions: Mapping[str, Graph]) -> tuple[bytes, dict[str, list[str]]]:
     """Return the uncut model's bytes, and {weight input: tensors}. functions: by variant, without cache or state."""
-    graph = onnx.GraphProto(name="batchful")
-    constants: dict[tuple, str] = {}
-    weights: dict[str, IO] = {}
-    slots: dict[str, list[str]] = {}
-    env: dict[str, str] = {}  # {value of a step: the name under which the last block that wrote it did so}
-    inputs: dict[str, IO] = {}
+    uncut = _UncutGraph()
     for index, block in enumerate(blocks):
-        names = {}  # {name in the block: name in the uncut graph}
+        uncut.add_block(index, block)
+        if block.variant is not None:
+            uncut.add_mixer(index, block.variant, functions[block.variant])
+    graph = uncut.finish(blocks[-1])
+    opsets = [onnx.helper.make_opsetid("", OPSET), onnx.helper.make_opsetid(DOMAIN, 1)]
+    model = onnx.ModelProto(ir_version=IR_VERSION, graph=graph, opset_import=opsets)
+    model.functions.extend(_function(name, functions[name]) for name in sorted(functions))
+    return model.SerializeToString(deterministic=True), uncut.slots
+
+
+class _UncutGraph:
+    """The uncut graph while blocks are appended to it."""
+
+    def __init__(self) -> None:
+        self.slots: dict[str, list[str]] = {}  # {weight input: tensors}
+        self._graph = onnx.GraphProto(name="batchful")
+        self._constants: dict[tuple, str] = {}  # by content: blocks share most of theirs
+        self._weights: dict[str, IO] = {}
+        self._inputs: dict[str, IO] = {}
+        # {value that passes between blocks: its name in the graph}. Each block writes a new `hidden`, for example.
+        self._values: dict[str, str] = {}
+
+    def add_block(self, index: int, block: ComposedBlock) -> None:
+        """Append the nodes of a block, which reads the values that earlier blocks wrote last."""
+        names = self._input_names(block)
+        names.update(self._constant_names(block.graph.proto.graph))
+        for node in block.graph.proto.graph.node:
+            copied = self._graph.node.add()
+            copied.CopyFrom(node)
+            copied.name = f"block_{index}/{node.name}"
+            copied.input[:] = [names[name] for name in node.input]
+            names.update((output, f"block_{index}/{output}") for output in node.output if output)
+            if block.variant is None and "logits" in node.output:
+                names["logits"] = "logits"
+            copied.output[:] = [names[name] for name in node.output]
+        for io in block.graph.signature.outputs:
+            self._values[io.key] = names[io.name]
+
+    def add_mixer(self, index: int, variant: str, mixer: Graph) -> None:
+        """Append a call of a token mixer's function."""
+        self._values.setdefault("position_ids", "position_ids")
+        attention = f"layer_{index}/attention"
+        operands = [self._values[name] for name in _parameters(mixer)]
+        self._graph.node.add(op_type=variant, domain=DOMAIN, name=attention, input=operands, output=[attention])
+        self._values["attention"] = attention
+
+    def finish(self, last: ComposedBlock) -> onnx.GraphProto:
+        """Declare the inputs and outputs; return the graph."""
+        graph = self._graph
+        self._inputs["position_ids"] = IO("position_ids", "int64", ("num_tokens",))
+        for name in ("hidden", "position_ids", "logit_rows"):
+            if name in self._inputs:
+                graph.input.append(_value_info(self._inputs[name], name))
+        graph.input.extend(_value_info(weight, name) for name, weight in self._weights.items())
+        graph.output.extend(_value_info(io, io.name) for io in last.graph.signature.outputs)
+        return graph
+
+    def _input_names(self, block: ComposedBlock) -> dict[str, str]:
+        """Return {input of a block: its name in the graph}; an input that no block wrote is one of the graph."""
+        names = {"": ""}  # an absent optional input
         for io in block.graph.signature.inputs:
-            names[io.name] = env.setdefault(io.name, io.name)
-            if env[io.name] == io.name:  # no block wrote it
-                inputs.setdefault(io.name, io)
+            names[io.name] = self._values.setdefault(io.name, io.name)
+            if names[io.name] == io.name:
+                self._inputs.setdefault(io.name, io)
         for slot in block.graph.signature.slots:
             tensors = list(block.slots[slot.name])
             name = tensors[0]
             if len(tensors) > 1:
                 name += f" and {len(tensors) - 1} more"
             names[slot.name] = name
-            weights[name] = slot
-            slots[name] = tensors
-        proto = block.graph.proto.graph
-        for initializer in proto.initializer:
+            self._weights[name] = slot
+            self.slots[name] = tensors
+        return names
+
+    def _constant_names(self, block: onnx.GraphProto) -> dict[str, str]:
+        names = {}
+        for initializer in block.initializer:
             key = (initializer.data_type, tuple(initializer.dims), initializer.raw_data)
-            if key not in constants:
-                constants[key] = f"const_{len(constants)}"
-                graph.initializer.add().CopyFrom(initializer)
-                graph.initializer[-1].name = constants[key]
-            names[initializer.name] = constants[key]
-        names[""] = ""  # an absent optional input
-        for node in proto.node:
-            new = graph.node.add()
-            new.CopyFrom(node)
-            new.name = f"block_{index}/{node.name}"
-            new.input[:] = [names[name] for name in node.input]
-            names.update((output, f"block_{index}/{output}") for output in node.output if output)
-            if block.variant is None and "logits" in node.output:
-                names["logits"] = "logits"
-            new.output[:] = [names[name] for name in node.output]
-        for io in block.graph.signature.outputs:
-            env[io.key] = names[io.name]
-        if block.variant is not None:
-            env.setdefault("position_ids", "position_ids")
-            attention = f"layer_{index}/attention"
-            call = [env[name] for name in _parameters(functions[block.variant])]
-            graph.node.add(op_type=block.variant, domain=DOMAIN, name=attention, input=call, output=[attention])
-            env["attention"] = attention
-    inputs["position_ids"] = IO("position_ids", "int64", ("num_tokens",))
-    for name in ("hidden", "position_ids", "logit_rows"):
-        if name in inputs:
-            graph.input.append(_value_info(inputs[name], name))
-    graph.input.extend(_value_info(weights[name], name) for name in weights)
-    graph.output.extend(_value_info(io, io.name) for io in blocks[-1].graph.signature.outputs)
-    opsets = [onnx.helper.make_opsetid("", OPSET), onnx.helper.make_opsetid(DOMAIN, 1)]
-    model = onnx.ModelProto(ir_version=IR_VERSION, graph=graph, opset_import=opsets)
-    model.functions.extend(_function(name, functions[name]) for name in sorted(functions))
-    return model.SerializeToString(deterministic=True), slots
+            if key not in self._constants:
+                self._constants[key] = f"const_{len(self._constants)}"
+                self._graph.initializer.add().CopyFrom(initializer)
+                self._graph.initializer[-1].name = self._constants[key]
+            names[initializer.name] = self._constants[key]
+        return names
 
 
 _ATTENTION_INPUTS = ("query", "key", "value", "position_ids")

@@ -22,27 +22,36 @@ from lockstep.onnx_tools.values import array_of, axis_of, number, required, shap
 def merge_movement(graph: ir.Graph, keep: Collection[ir.Value] = ()) -> None:
     """Let reshapes and transposes read past others, but not past values in `keep`, and drop idle ones."""
     for node in list(graph):
-        if node.op_type not in ("Reshape", "Transpose"):
-            continue
-        out = node.outputs[0]
-        source = required(node.inputs[0])
         if node.op_type == "Reshape":
-            target = array_of(node.inputs[1])
-            if target is not None and 0 not in target:  # 0 copies a dimension of the input
-                source = _before_reshapes(source, keep)
-                node.replace_input_with(0, source)
-            if source.shape is not None and out.shape is not None and same_shape(source.shape, out.shape):
-                _replace(graph, node, source, keep)
-        else:
-            perm = list(node.attributes["perm"].as_ints())
-            producer = source.producer()
-            if source not in keep and producer is not None and producer.op_type == "Transpose":
-                perm = [producer.attributes["perm"].as_ints()[axis] for axis in perm]
-                source = required(producer.inputs[0])
-                node.replace_input_with(0, source)
-                node.attributes["perm"] = ir.AttrInt64s("perm", perm)
-            if perm == sorted(perm):
-                _replace(graph, node, source, keep)
+            _merge_reshape(graph, node, keep)
+        elif node.op_type == "Transpose":
+            _merge_transpose(graph, node, keep)
+
+
+def _merge_reshape(graph: ir.Graph, node: ir.Node, keep: Collection[ir.Value]) -> None:
+    """Read what was there before earlier reshapes; drop a reshape to the shape that its input has."""
+    out = node.outputs[0]
+    source = required(node.inputs[0])
+    target = array_of(node.inputs[1])
+    if target is not None and 0 not in target:  # 0 copies a dimension of the input, so that input must stay
+        source = _before_reshapes(source, keep)
+        node.replace_input_with(0, source)
+    if source.shape is not None and out.shape is not None and same_shape(source.shape, out.shape):
+        _replace(graph, node, source, keep)
+
+
+def _merge_transpose(graph: ir.Graph, node: ir.Node, keep: Collection[ir.Value]) -> None:
+    """Join a transpose with the one before it, whose own merge came earlier; drop one that moves nothing."""
+    source = required(node.inputs[0])
+    perm = list(node.attributes["perm"].as_ints())
+    producer = source.producer()
+    if source not in keep and producer is not None and producer.op_type == "Transpose":
+        perm = [producer.attributes["perm"].as_ints()[axis] for axis in perm]
+        source = required(producer.inputs[0])
+        node.replace_input_with(0, source)
+        node.attributes["perm"] = ir.AttrInt64s("perm", perm)
+    if perm == sorted(perm):
+        _replace(graph, node, source, keep)
 
 
 def _before_reshapes(value: ir.Value, keep: Collection[ir.Value]) -> ir.Value:

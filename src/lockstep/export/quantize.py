@@ -513,10 +513,14 @@ class QuantizeWeights(Pass):
             slot_of_node.update((node, slot) for node in nodes)
         parts: dict[str, list[ir.Value]] = {}
         for node in [*graph]:
-            slot = slot_of_node.get(node, "")
-            if not slot:
+            if node not in slot_of_node:
                 continue
-            weight = required(node.inputs[int(slot in products)])  # a lookup reads its table first
+            slot = slot_of_node[node]
+            if slot in products:
+                weight = required(node.inputs[1])
+            else:  # a lookup, whose first input is the table
+                weight = required(node.inputs[0])
+            # rows: the sizes before the axis along which groups share a scale, which is in_features in any layout.
             *rows, columns = sizes_of(weight)
             if self._quantized.mxfp4 or is_transposed(node):  # [..., in_features, out_features]
                 *rows, columns = [*rows[:-1], columns, rows[-1]]

@@ -275,7 +275,7 @@ class ShardingFinder:
         product = self.products.get(node.outputs[0])
         if product is None:
             return self.rules.input_shards(node, output_shards)
-        (shard,) = output_shards.values()
+        (shard,) = output_shards.values()  # a product has one output
         if shard.axis != product.result_axis:
             raise SplitError(f"{node.outputs[0].name} is needed along axis {shard.axis}")
         shards = [(product.weight, shard.on_axis(product.weight_result_axis))]

@@ -177,16 +177,21 @@ class _PieceCutter:
     def _piece(
         self, nodes: Sequence[ir.Node], sums: Mapping[ir.Value, str], carried: Mapping[ir.Value, str]
     ) -> ShardGraph:
-        """Return one piece; sums, carried: {value: its name between pieces} of all-reduced and of other values."""
+        """Return one piece.
+
+        sums, carried: {value: its name between pieces}, of values that are all-reduced after a piece, and of others.
+        """
         results = set(itertools.chain.from_iterable(node.outputs for node in nodes))
         inputs = [value for value in _reads_of(nodes) if value not in results]
         names = {value: sums.get(value) or carried.get(value) or str(value.name) for value in inputs}
+        # A rank's result is a summand, and has a name other than the sum: the all-reduce after the piece writes that.
         partial = {value: f"partial_{index}" for index, value in enumerate(sums, 1) if value in results}
         result_names = partial | {value: carried[value] for value in results.intersection(carried)}
         outputs = [value for value in self.graph.outputs if value in results and value not in partial]
         for node in nodes:
             outputs += [value for value in node.outputs if value in result_names]
         graph = self.graph_of(nodes, inputs, outputs, names | result_names)
+        # Inputs in a fixed order, so that equal pieces of different layers have the same bytes.
         read = {names[value] for value in inputs if value.name not in self.slots}
         order = [name for name in INPUT_ORDER if name in read] + sorted(read - set(INPUT_ORDER))
         slots = {name: name for name in self.slots & set(names.values())}

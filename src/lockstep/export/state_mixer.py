@@ -185,6 +185,8 @@ class Recurrence:
         return node.outputs[1], build.op("Reshape", node.outputs[0], [1, *self.state])
 
     def decode(self, build: Builder) -> tuple[ir.Value, ir.Value]:
+        # The formula of the class for one token of all heads. A key head serves `group` value heads: the size 1 of
+        # keys and queries in that dimension broadcasts.
         group = self.value_heads // self.key_heads
 
         def heads(name: str, *dims: int) -> ir.Value:

@@ -160,10 +160,12 @@ def draw_weights(model: PreTrainedModel, generator: torch.Generator, gain: float
             noise = torch.randn(tensor.shape, generator=generator)
             if tensor.dim() > 1:
                 tensor.copy_(noise / tensor.shape[-1] ** 0.5)
-            elif name.endswith("_log"):
+            elif name.endswith("_log"):  # A_log of recurrent mixers: other values make states vanish or grow
                 tensor.copy_(noise + LOG_DECAY)
             else:
-                mean = 0.0 if "bias" in name else 1.0
+                mean = 1.0  # of a norm's gain
+                if "bias" in name:
+                    mean = 0.0
                 tensor.copy_(gain * (0.2 * noise + mean))
 
 

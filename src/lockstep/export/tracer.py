@@ -252,13 +252,20 @@ def trace(meta: PreTrainedModel, indices: Sequence[int]) -> Trace:
     reason_not_to_split = known_reason(model)
     # Layers without a mixer are fine (Nemotron-H), unless the model is known to hide one.
     if not is_ordered or indices[0] not in mixing or (mixing != list(indices) and reason_not_to_split):
-        call = f"calls it for layers {calls}" if calls else "computes attention in its own code"
-        reason = reason_not_to_split or (
-            f"it {call}; expected one attention for each layer, the first at least, through transformers' attention "
-            f"interface, in the order of the layers ({list(indices)})"
-        )
+        reason = reason_not_to_split or _reason_by_calls(calls, indices)
         raise InputError(f"model type {model.config.model_type!r} cannot be split: {reason}")
     return Trace(graph, weights, prefix, embedding, _name_weights(embedding, state, ties), frozenset(mixing))
+
+
+def _reason_by_calls(calls: Sequence[int], indices: Sequence[int]) -> str:
+    """Return why a model cannot be split that calls the attention interface for the layers `calls`, in this order."""
+    fault = "computes attention in its own code"
+    if calls:
+        fault = f"calls it for layers {calls}"
+    return (
+        f"it {fault}; expected one attention for each layer, the first at least, through transformers' attention "
+        f"interface, in the order of the layers ({list(indices)})"
+    )
 
 
 def _part(model: ir.Model, inputs: Sequence[str], output: str) -> ir.Model:
