@@ -682,7 +682,7 @@ class Engine:
                 continue
             logprobs = []
             count = choice.prompt_logprobs
-            for start, logits in self._model.logits_behind(number):
+            for start, logits in self._model.logits_after(number):
                 # One shorter than `logits` at the end of the prompt: no prompt token follows the last one.
                 next_tokens = choice.prompt[start + 1 : start + 1 + len(logits)]
                 logprobs += [log_probabilities(row, int(token), count) for row, token in zip(logits, next_tokens)]

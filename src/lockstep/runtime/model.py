@@ -183,7 +183,7 @@ class Model:
 
     @property
     def gives_all_logits(self) -> bool:
-        """Return whether `logits_behind` can be called: other executors compute logits after last tokens alone."""
+        """Return whether `logits_after` can be called: other executors compute logits after last tokens alone."""
         return isinstance(self.executor, HostExecutor)
 
     @property
@@ -233,12 +233,12 @@ class Model:
                 f"onnxruntime, found {self.engines.manifest.backend}; leave them out"
             )
 
-    def logits_behind(self, number: int) -> Iterator[tuple[int, np.ndarray]]:
+    def logits_after(self, number: int) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the logits after all tokens of `advances[number]` of the last step, some rows at a time.
 
-        See `HostExecutor.logits_behind`.
+        See `HostExecutor.logits_after`.
         """
-        return cast(HostExecutor, self.executor).logits_behind(number)
+        return cast(HostExecutor, self.executor).logits_after(number)
 
     @contextlib.contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:

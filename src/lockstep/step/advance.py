@@ -215,9 +215,10 @@ def check(advances: Sequence[Advance], cache: Executor, vocab_size: int, max_num
             low = np.min(advance.tokens)
             high = np.max(advance.tokens)
         if low < 0 or high >= vocab_size:
-            raise InputError(
-                f"step: slot {slot}: tokens: expected 0 to {vocab_size - 1}, found {low if low < 0 else high}"
-            )
+            bad_token = high
+            if low < 0:
+                bad_token = low
+            raise InputError(f"step: slot {slot}: tokens: expected 0 to {vocab_size - 1}, found {bad_token}")
         total += count
     if not total:
         raise InputError("step: expected at least one request, found none")

@@ -149,7 +149,7 @@ class HostExecutor:
         logits = self.logits(advances)
         return self._choose(advances, logits), logits[logit_rows]
 
-    def logits_behind(self, number: int) -> Iterator[tuple[int, np.ndarray]]:
+    def logits_after(self, number: int) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the logits after each token of `advances[number]` in the last step, a few tokens at a time.
 
         Yields the position of the first token, and the logits [num_tokens, vocab_size] float32. The tokens of an item
@@ -164,7 +164,7 @@ class HostExecutor:
         for start, end in self._chunks(advance):
             for first in range(start, end, _ROWS):
                 positions = np.arange(first, min(first + _ROWS, end), dtype=np.int64)
-                yield first, step.logits_behind(packed_zero + positions).astype(np.float32)
+                yield first, step.logits_after(packed_zero + positions).astype(np.float32)
 
     def set_sampling(self, slot: int, sampler: Sampler) -> None:
         if sampler.sampling.temperature:

@@ -216,7 +216,7 @@ class HostStep:
         for call in self.calls:
             call()
 
-    def logits_behind(self, rows: np.ndarray) -> np.ndarray:
+    def logits_after(self, rows: np.ndarray) -> np.ndarray:
         """Return the logits [num_rows, vocab_size] after packed tokens `rows` [num_rows] int64; call it after `run`."""
         values = {**self._before_exit, "logit_rows": rows}
         dims = {**self._dims, "num_requests": len(rows)}
@@ -290,8 +290,11 @@ class HostStep:
         for part, tokens, new in zip(self.layout.decoding, slices, self._new):
             past = cache.view(index, part.capacity, part.low, part.high)
             lengths = self.tokens.position_ids[tokens]  # a token's position is the length of its past
-            keys, new_values = (array[index_in_group] for array in new[group])
-            self._add_call(layer_attention, "decode", tokens, values, past, lengths, attention, keys, new_values)
+            # Arrays of all layers of a shape, which the step writes to the cache at its end in one copy.
+            all_keys, all_values = new[group]
+            new_key = all_keys[index_in_group]
+            new_value = all_values[index_in_group]
+            self._add_call(layer_attention, "decode", tokens, values, past, lengths, attention, new_key, new_value)
         for chunk, tokens in zip(self.layout.chunks, slices[len(self.layout.decoding) :]):
             if isinstance(chunk, Verified):
                 self._add_verified(index, chunk.place, tokens, layer_attention, values, attention)
@@ -354,6 +357,7 @@ class HostStep:
         values: Mapping[str, np.ndarray],
         attention: np.ndarray,
     ) -> None:
+        """Add a decode call for each token of a draft, so that a verified token has the bits of a decoded one."""
         row = self._rows.get((index, place))
         if row is None:
             past = self._cache.view(index, place.capacity, place.row, place.row + 1)

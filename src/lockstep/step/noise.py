@@ -16,8 +16,8 @@ _MULTIPLIERS = np.array([[0xCA5A826395121157], [0xD2E7470EE14C6C93]], np.uint64)
 _WEYL = np.array([[0x9E3779B97F4A7C15], [0xBB67AE8584CAA73B]], np.uint64)
 _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
-# NumPy's own generator computes the blocks of all tokens as fast as `_philox` those of this share of them.
-_FEW = 16
+# NumPy's generator computes all tokens of a vocabulary in the time that `_philox` takes for one in so many of them.
+_SPARSE = 16
 
 
 class Draw(NamedTuple):
@@ -30,16 +30,20 @@ class Draw(NamedTuple):
     token_ids: np.ndarray | None = None
 
     @property
-    def has_few(self) -> bool:
-        return self.token_ids is not None and len(self.token_ids) * _FEW < self.size
+    def is_sparse(self) -> bool:
+        return self.token_ids is not None and len(self.token_ids) * _SPARSE < self.size
 
 
 def exponential_noise(draws: Sequence[Draw]) -> list[np.ndarray]:
     """Return the noise of each draw's tokens, float32 [num_candidates], in their order."""
-    noise_of_few = iter(_noise_of_tokens([draw for draw in draws if draw.has_few]))
+    # All sparse draws of a step in one call.
+    sparse_noise = iter(_noise_of_tokens([draw for draw in draws if draw.is_sparse]))
     noise = []
     for draw in draws:
-        noise.append(next(noise_of_few) if draw.has_few else _noise_of_all(draw))
+        if draw.is_sparse:
+            noise.append(next(sparse_noise))
+        else:
+            noise.append(_noise_of_all(draw))
     return noise
 
 
@@ -60,12 +64,16 @@ def _noise_of_tokens(draws: Sequence[Draw]) -> list[np.ndarray]:
         return []
     ids_of_draws = [draw.token_ids for draw in draws if draw.token_ids is not None]
     counts = [len(ids) for ids in ids_of_draws]
+    # The tokens of all draws in one array, each with the seed, choice and position of its draw.
     tokens = np.concatenate(ids_of_draws).astype(np.uint64)
-    keys = np.array([draw[:3] for draw in draws], np.uint64)
+    keys = np.array([[draw.seed, draw.choice, draw.position] for draw in draws], np.uint64)
     seeds, choices, positions = keys.repeat(counts, axis=0).T
-    words = _philox(tokens // 8 + 1, positions, seeds, choices)
-    words = words[(tokens % 8 // 2).astype(np.int64), np.arange(len(tokens))]
-    halves = np.where(tokens % 2 == 1, words >> _32, words & _LOW).astype(np.uint32)
+    # A block has 4 words of 64 bits, for 8 tokens: see the module's docstring.
+    blocks = _philox(tokens // 8 + 1, positions, seeds, choices)
+    word_in_block = (tokens % 8 // 2).astype(np.int64)
+    words = blocks[word_in_block, np.arange(len(tokens))]
+    is_high_half = tokens % 2 == 1
+    halves = np.where(is_high_half, words >> _32, words & _LOW).astype(np.uint32)
     return np.split(_noise(halves), np.cumsum(counts)[:-1])
 
 

@@ -136,7 +136,7 @@ def test_noise_of_few_tokens_is_that_of_all():
     ids_of_draws = [random.choice(5000, count, replace=False) for count in (1, 7, 300)]
     draws = [Draw(2**64 - 1 - n, n, 2**40 + n, 5000, ids) for n, ids in enumerate(ids_of_draws)]
     draws.insert(1, Draw(3, 1, 5, 5000, np.arange(4000)))
-    assert [draw.has_few for draw in draws] == [True, False, True, True]
+    assert [draw.is_sparse for draw in draws] == [True, False, True, True]
     for draw, noise in zip(draws, exponential_noise(draws)):
         np.testing.assert_array_equal(noise, noise_of(*draw[:3], 5000)[draw.token_ids])
 
