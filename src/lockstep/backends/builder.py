@@ -51,23 +51,7 @@ def build(
     out = Path(out_engines_json)
     assembly = Assembly.load(assembly_path)
     library = get_backend(backend)
-    unknown = sorted(set(options or {}) - set(library.default_options()))
-    if unknown:
-        raise InputError(
-            f"options of backend {backend}: expected only "
-            f"{', '.join(library.default_options())}, found {', '.join(unknown)}"
-        )
-    if assembly.precision not in library.precisions:
-        raise InputError(
-            f"{assembly_path}: precision: expected one of {', '.join(library.precisions)} "
-            f"(backend {backend}), found {assembly.precision!r}"
-        )
-    for key in ("activations", "kv_cache_dtype"):
-        if (value := getattr(assembly, key)) is not None and key not in library.model_settings:
-            raise InputError(
-                f"{assembly_path}: {key}: expected none for backend {backend}, found {value}; export without, or use "
-                "the backend cuda"
-            )
+    _check_supported(assembly_path, assembly, backend, library, options or {})
     manifest = EngineSetManifest(
         backend=backend,
         backend_version=library.version(),
@@ -92,6 +76,30 @@ def build(
         if path.suffix in library.suffixes:  # engines of an earlier assembly
             path.unlink()
     return out
+
+
+def _check_supported(
+    path: Path, assembly: Assembly, backend: str, library: Backend, options: Mapping[str, Any]
+) -> None:
+    """Raise InputError for options, a precision or settings of the model that the backend lacks."""
+    unknown = sorted(set(options) - set(library.default_options()))
+    if unknown:
+        raise InputError(
+            f"options of backend {backend}: expected only "
+            f"{', '.join(library.default_options())}, found {', '.join(unknown)}"
+        )
+    if assembly.precision not in library.precisions:
+        raise InputError(
+            f"{path}: precision: expected one of {', '.join(library.precisions)} "
+            f"(backend {backend}), found {assembly.precision!r}"
+        )
+    for key in ("activations", "kv_cache_dtype"):
+        value = getattr(assembly, key)
+        if value is not None and key not in library.model_settings:
+            raise InputError(
+                f"{path}: {key}: expected none for backend {backend}, found {value}; export without, or use "
+                "the backend cuda"
+            )
 
 
 def _engines(

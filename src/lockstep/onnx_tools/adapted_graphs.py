@@ -81,22 +81,24 @@ class ShrinkInRows(Pass):
         products = {str(required(node.inputs[1]).name): node for node in graph if node.op_type == "Gemm"}
         is_changed = False
         for name, node in products.items():
-            slot = required(node.inputs[1])
+            weight = required(node.inputs[1])
+            # The matrices A of the weight's parts (query, key and value, say), and their products x A.
             parts = [part + A_SUFFIX for part in self.parts.get(name, ()) if part + A_SUFFIX in products]
             shrinks = [products[part] for part in parts]
             shares_input = all(shrink.inputs[0] is node.inputs[0] for shrink in shrinks)
             if not shrinks or not attribute(node, "transB", 0) or not shares_input:
                 continue
-            rows, in_features = sizes_of(slot)
+            # The weight gets their columns as rows.
+            rows, in_features = sizes_of(weight)
             columns = [sizes_of(shrink.inputs[1])[1] for shrink in shrinks]
             shape = [rows + sum(columns), in_features]
-            joined = add_input(graph, BETWEEN.join([name, *parts]), dtype_of(slot), shape)
+            joined = add_input(graph, BETWEEN.join([name, *parts]), dtype_of(weight), shape)
             self.parts[str(joined.name)] = [*self.parts.pop(name), *parts]
             (out,) = node.outputs
             writer = GraphWriter(graph, f"{out.name}/wide", before=node)
             bias = list(node.inputs[2:])
-            if bias:
-                bias = [writer.op("Concat", *bias, np.zeros(sum(columns), dtype_of(slot).numpy()), axis=0)]
+            if bias:  # x A has none
+                bias = [writer.op("Concat", *bias, np.zeros(sum(columns), dtype_of(weight).numpy()), axis=0)]
             wide = writer.copy(node, node.inputs[0], joined, *bias, result=f"{out.name}/wide")
             outputs = [out, *(shrink.outputs[0] for shrink in shrinks)]
             names = [f"{value.name}/split" for value in outputs]

@@ -45,8 +45,13 @@ def metadata(inputs: Sequence[IO]) -> TensorMetadata:
     """Return declared inputs in Polygraphy's form; named dimensions are dynamic."""
     types = TensorMetadata()
     for io in inputs:
-        sizes = tuple(None if isinstance(dim, str) else dim for dim in io.shape)
-        types.add(io.name, io.numpy_dtype, sizes)
+        sizes: list[int | None] = []
+        for dim in io.shape:
+            if isinstance(dim, str):
+                sizes.append(None)
+            else:
+                sizes.append(dim)
+        types.add(io.name, io.numpy_dtype, tuple(sizes))
     return types
 
 

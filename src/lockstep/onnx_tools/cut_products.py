@@ -96,10 +96,16 @@ class _Cut:
         self._level = {str(value.name): 0 for value in self._graph.inputs if not all(sizes_of(value))}
         for node in self._graph:
             product = products.get(str(node.outputs[0].name))
-            inputs = _activations(product) if product is not None else _names(node.inputs)
-            levels = [self._level[name] for name in inputs if name in self._level]
-            if levels:
-                self._level.update(dict.fromkeys(_names(node.outputs), max(levels) + (product is not None)))
+            names = _names(node.inputs)
+            if product is not None:
+                names = _activations(product)
+            levels = [self._level[name] for name in names if name in self._level]
+            if not levels:
+                continue
+            level = max(levels)
+            if product is not None:
+                level += 1
+            self._level.update(dict.fromkeys(_names(node.outputs), level))
         self._types = self._inferred()
         self._recomputed = self._recomputed_values()
 
@@ -228,7 +234,11 @@ class _Cut:
         dims = list[int | str]()
         value = self._types.get(name)
         if value is not None and value.shape is not None:
-            dims += [size if isinstance(size, int) else size.value or "?" for size in value.shape]
+            for size in value.shape:
+                if isinstance(size, int):
+                    dims.append(size)
+                else:
+                    dims.append(size.value or "?")
         rows = [axis for axis, size in enumerate(dims) if not isinstance(size, int)]
         if len(rows) != 1 or len(dims) < 2 or 0 in dims or any(size != 1 for size in dims[: rows[0]]):
             raise CheckError(
@@ -348,8 +358,8 @@ def _with_lora(graph: ir.Graph, products: Mapping[str, Product]) -> dict[str, Pr
     """Return {output of the base product: product with its adapters}, for base + where(mask, x A, 0) B."""
     adapted: dict[str, Product] = {}
     for node in graph:
-        makers = [value.producer() for value in node.inputs if value is not None]
-        expands = [expand for expand in makers if expand is not None and is_expand(expand)]
+        producers = [value.producer() for value in node.inputs if value is not None]
+        expands = [expand for expand in producers if expand is not None and is_expand(expand)]
         bases = [name for name in _names(node.inputs) if name in products]
         if node.op_type != "Add" or len(expands) != 1 or len(bases) != 1:
             continue
@@ -361,9 +371,10 @@ def _with_lora(graph: ir.Graph, products: Mapping[str, Product]) -> dict[str, Pr
         if equal is None or shrink is None:
             continue
         product = products[bases[0]]
+        # The mask is Equal(Unsqueeze(ids), owner of each column); an exit gathers the ids of the requests' rows first.
         source = required(required(required(equal.inputs[0]).producer()).inputs[0])
         rows = ""
-        if (gather := source.producer()) is not None:  # the ids of the requests' rows
+        if (gather := source.producer()) is not None:
             source = required(gather.inputs[0])
             rows = _names(gather.inputs)[1]
         if _names(shrink.inputs)[0] == product.input and source.name == IDS:

@@ -55,13 +55,15 @@ class FewExperts(Pass):
         graph = model.graph
         infer_types(model)
         products = expert_products(graph)
-        for ids in dict.fromkeys(product.ids for product in products):
-            product = next(product for product in products if product.ids is ids)
-            chosen, per_token = _ids(graph, product)
+        products_by_ids: dict[ir.Value, list[ExpertProduct]] = {}
+        for product in products:
+            products_by_ids.setdefault(product.ids, []).append(product)
+        for ids, products_of_ids in products_by_ids.items():
+            chosen, per_token = _ids(graph, products_of_ids[0])
             id_readers = list[ir.Node]()
-            for other in products:
-                if other.ids is ids:
-                    id_readers += _id_readers(other)
+            for product in products_of_ids:
+                id_readers += _id_readers(product)
+            # The router reads the ids, too, for its weights: those stay.
             uses = [(node, index) for node, index in ids.uses() if node in id_readers]
             writer = GraphWriter(graph, f"{ids.name}/few", after=required(ids.producer()))
             reduced_ids = writer.op("Mod", ids, np.array(self._count, np.int64))
@@ -75,7 +77,7 @@ class FewExperts(Pass):
             for stack in product.stacks:
                 experts, *matrix_shape = sizes_of(stack)
                 stack.shape = ir.Shape([min(self._count, experts), *matrix_shape])
-            if product.is_quantized:
+            if product.is_quantized:  # the codes of all experts are reshaped before those of a row are gathered
                 reshape = required(required(product.gathers[0].inputs[0]).producer())
                 sizes = array_of(reshape.inputs[1])
                 assert sizes is not None  # `expert_product` checked it

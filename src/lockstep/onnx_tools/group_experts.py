@@ -68,12 +68,13 @@ class GroupExperts(Pass):
     def call(self, model: ir.Model) -> PassResult:
         graph = model.graph
         products = expert_products(graph)
+        # Products [experts, rows, ...] with a whole stack, in which each token goes through all experts.
         batched = []
         if not self._stacked:
             batched = [node for node in graph if node.op_type == "MatMul" and _is_weight(required(node.inputs[1]), 3)]
         for node in batched:
             _by_expert(graph, node)
-        orders: dict[ir.Value, _Order] = {}
+        orders: dict[ir.Value, _Order] = {}  # by ids: the products of a layer sort its rows once
         for number, product in enumerate(products):
             if product.ids not in orders:
                 orders[product.ids] = _Order(graph, product, len(orders))

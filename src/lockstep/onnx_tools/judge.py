@@ -1,9 +1,9 @@
 """The one judge of errors: expected and actual arrays and a bound in; the errors, and the first excess, out.
 
-Rounding errors are draws of one distribution, whose size the weights and the inputs decide. So most bounds are made of
-the noise of the same numbers (`within`), in two ways: the largest error, which shows one wrong number, may be
-`Tolerances.noise` times the largest noise; the rms over all numbers, which varies much less from draw to draw and shows
-what is a little wrong everywhere, may be a third as many times the rms of the noise (1.3 times is seen).
+Rounding errors are draws of one distribution, whose size the weights and the inputs decide. So most bounds are
+multiples of the noise of the same numbers (`within`). The largest error shows one wrong number; it may be
+`Tolerances.noise` times the largest noise. The rms over all numbers varies much less from draw to draw, and shows small
+errors everywhere; it may be a third as many times the rms of the noise (1.3 times is measured).
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def spread(expected: np.ndarray, actual: np.ndarray) -> Spread:
 def measure(expected: np.ndarray, actual: np.ndarray, bound: Bound, scale: Number | None = None) -> TensorError:
     """Return the errors of an array [rows, ...] and their bounds.
 
-    scale: what they are relative to; by default `row_scale`. Errors are None where the array has NaN or infinity, which
+    scale: errors are divided by it; by default `row_scale`. Errors are None where the array has NaN or infinity, which
     no bound allows. Raises ValueError for another shape.
     """
     exact = np.asarray(expected, np.float64)

@@ -162,11 +162,13 @@ def _tables(rotated: ir.Value) -> _Tables | None:
             if table is None:
                 continue
             source = required(table.inputs[0])
-            nodes = {node for step in upstream([source]) if (node := step.producer()) is not None}
-            twice = [node for node in nodes if node.op_type == "Concat" and node.inputs[0] is node.inputs[-1]]
+            producers = {step.producer() for step in upstream([source])}
+            nodes = [node for node in producers if node is not None]
+            # RoPE rotates the halves of a head by the same angles: Concat(angles, angles).
+            repeats = [node for node in nodes if node.op_type == "Concat" and node.inputs[0] is node.inputs[-1]]
             functions = [node.op_type for node in nodes if node.op_type in ("Cos", "Sin")]
-            if len(functions) == len(twice) == 1:
-                tables[functions[0]] = source, twice[0]
+            if len(functions) == 1 and len(repeats) == 1:
+                tables[functions[0]] = source, repeats[0]
     if len(tables) < 2 or tables["Cos"][1] is not tables["Sin"][1]:
         return None
     return tables["Cos"][0], tables["Sin"][0], tables["Cos"][1]

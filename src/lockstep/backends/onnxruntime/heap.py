@@ -26,6 +26,7 @@ def trim() -> None:
 def collapse() -> None:
     """Move memory in use to pages of 2 MB, except where it has them, or the system excludes them."""
     for line in Path("/proc/self/maps").read_text().splitlines():
+        # "7f00-7f80 rw-p offset device inode file"; anonymous memory has no file.
         addresses, access, *_, file = (*line.split(maxsplit=5), "")[:6]
         first, end = (int(address, 16) for address in addresses.split("-"))
         first = -(-first // PAGE) * PAGE

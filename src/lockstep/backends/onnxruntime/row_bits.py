@@ -16,7 +16,7 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper
 
-# numbers that no kernel's tile divides, but for the rows
+# Kernels' tiles divide none of these sizes but the rows.
 _ROWS = 64
 _GROUPS = 11
 _OUTPUTS = 40
@@ -24,7 +24,10 @@ _COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 31, 33)
 
 
 def rows_keep_their_bits(bits: int, group_size: int, open_model: Callable[[bytes], ort.InferenceSession]) -> bool:
-    """Return whether they do in int8 products; open_model: returns a session of a model's bytes."""
+    """Return whether int8 products give a row the same bits in any batch.
+
+    bits, group_size: of the weight. open_model: returns a session of a model's bytes.
+    """
     random = np.random.default_rng(0)
     columns = _GROUPS * group_size
     data = random.integers(0, 256, (_OUTPUTS, _GROUPS, group_size * bits // 8)).astype(np.uint8)
