@@ -192,22 +192,23 @@ def _check_pieces(where: str, sharded: ShardedClass, signature_of_class: Signatu
     for name in sharded.first:
         _named(slots, name, f"{where}.first")
         _same(f"{where}.weights.{name}", name in sharded.weights, False)
+    # Types of a rank's values, while its pieces run in order.
     values: Values = {io.name: _type(io, sharded.values) for io in signature_of_class.inputs}
-    pieces: list[str] = []
+    slots_read: list[str] = []
     for piece in sharded.pieces:
         signature = _named(ranks.graphs, piece.graph, f"{where}.pieces").signature
         at = f"tensor_parallel.graphs.{piece.graph}"
         _unique(at, signature)
         for slot in signature.slots:
             _same(f"{at}: {slot.name}", _type(slot), _type(_named(slots, slot.name, at), sharded.weights))
-        pieces += [slot.name for slot in signature.slots]
+        slots_read += [slot.name for slot in signature.slots]
         for io in signature.inputs:
             _same(f"{at}: {io.name}", _type(io), values.get(io.name))
         values |= {io.name: _type(io) for io in signature.outputs}
         for partial, total in piece.sums.items():
             values[total] = _named(values, partial, f"{where}.pieces: sums")
     # Each weight of the block is read by some piece: one that is not would silently be left out of the sum.
-    _same(f"{where}.pieces: slots", sorted(set(pieces)), sorted(slots))
+    _same(f"{where}.pieces: slots", sorted(set(slots_read)), sorted(slots))
     for io in signature_of_class.outputs:
         _same(f"{where}: {io.name}", values.get(io.name), _type(io, sharded.values))
 

@@ -143,7 +143,10 @@ class Assembly(Document):
     def float32_tensors(self) -> set[str]:
         """Return the tensors of the checkpoint that blocks take as float32, in 16 bits too."""
         tensors = set[str]()
-        for block in (self.embedding, *(part for layer in self.layers for part in layer.parts)):
+        blocks = [self.embedding]
+        for layer in self.layers:
+            blocks += layer.parts
+        for block in blocks:
             for slot in self.classes[block.graph].signature.slots:
                 if slot.dtype == "float32":
                     tensors.update(block.slots[slot.name])

@@ -36,7 +36,8 @@ _SCALARS = tuple(_WORDS)
 _UNIONS = (Union, types.UnionType)
 _LARGEST_FLOAT = 2**1023  # of an integer that is read as a float: a larger one overflows when it is computed with
 _DEEPEST = 50  # nested lists and objects; locks and statements have 6
-Read = Callable[[Any], Any]
+Read = Callable[[Any], Any]  # a value of JSON -> the value of a field
+Write = Callable[[Any], Any]  # and back
 AnyNote = TypeVar("AnyNote")
 AnyObject = TypeVar("AnyObject", bound="JsonObject")
 AnyDocument = TypeVar("AnyDocument", bound="Document")
@@ -326,7 +327,7 @@ def _mapping_reader(key_kind: Any, item_kind: Any) -> Read:
         if type(value) is not dict:
             raise ValidationError("", "an object", value)
         items = {}
-        place = ""
+        place = ""  # of an error: the name of an entry, or its item
         try:
             for key, item in value.items():
                 place = ": name"
@@ -420,7 +421,7 @@ def _is_spread(entry: _Entry) -> bool:
 
 
 @functools.cache
-def _writer(kind: Any) -> Read:
+def _writer(kind: Any) -> Write:
     """Return the function that takes a value of type `kind` and returns its JSON."""
     kind = _plain(kind)
     origin = get_origin(kind)
@@ -442,7 +443,7 @@ def _writer(kind: Any) -> Read:
     return lambda value: [write_item(item) for item in value]
 
 
-def _union_writer(kinds: tuple[Any, ...]) -> Read:
+def _union_writer(kinds: tuple[Any, ...]) -> Write:
     """Return the writer of a union, of which only one type may be a list or an object: no other type is needed yet."""
     (write,) = (_writer(kind) for kind in kinds if not _is_json(kind))
 
@@ -461,7 +462,7 @@ def _is_json(kind: Any) -> bool:
     return kind is Any or kind in _SCALARS or get_origin(kind) is Literal
 
 
-def _object_writer(kind: type) -> Read:
+def _object_writer(kind: type) -> Write:
     entries = _entries(kind)
     plain = [(entry.name, entry.key, entry.default, _writer(entry.kind)) for entry in entries if not _is_spread(entry)]
     inner = [(entry.name, _writer(entry.kind)) for entry in entries if entry.mark is Mark.INLINED]

@@ -125,8 +125,12 @@ def check_arrays(
                 sizes.setdefault(dim, size)
         has_rank = array.ndim == len(io.shape)
         if not has_rank or array.dtype.name != io.dtype or array.shape != concrete_shape(io.shape, sizes):
-            sizes_of_dims = tuple(f"{dim}={sizes[dim]}" if dim in sizes else dim for dim in io.shape)
-            expected_type = IO(io.name, io.dtype, sizes_of_dims)
+            named_sizes = []
+            for dim in io.shape:
+                if dim in sizes:
+                    dim = f"{dim}={sizes[dim]}"
+                named_sizes.append(dim)
+            expected_type = IO(io.name, io.dtype, tuple(named_sizes))
             actual = IO(io.name, array.dtype.name, array.shape)
             raise CheckError(f"{where}: {role} {io.name!r}: expected {expected_type.type}, found {actual.type}")
     return sizes

@@ -136,7 +136,10 @@ class _StrictLoader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict:
         first_lines: dict[Any, int] = {}
-        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+        pairs = []
+        if isinstance(node, yaml.MappingNode):  # PyYAML itself rejects other nodes, below
+            pairs = node.value
+        for key_node, _ in pairs:
             # << and = have no value
             if key_node.tag in ("tag:yaml.org,2002:merge", "tag:yaml.org,2002:value"):
                 key = key_node.value

@@ -15,11 +15,11 @@ from lockstep.errors import InputError
 def share_claim() -> None:
     """Tell the plugin that pods share the run's folder, and fix its logs.
 
-    The plugin takes it that pods share nothing, and would bring them the files that rules name through a storage
-    plugin. Manifests name more files than rules do (graphs, engines, weights), and these would not be there.
+    The plugin assumes that pods share nothing, and would copy the files that rules name through a storage plugin.
+    Manifests name more files than rules do (graphs, engines, weights), and these would be missing.
 
-    Its version 0.5.1 asks for the log of a failed container's previous run. A job's pod has none, Kubernetes refuses,
-    and the whole run would end with that refusal instead of the job's own line.
+    Version 0.5.1 requests the log of a failed container's previous run. A job's pod has none, so Kubernetes answers
+    with an error, and the whole run would end with that error instead of the job's.
 
     Raises InputError where the plugin is not installed.
     """

@@ -83,12 +83,11 @@ def load_merged(
     """Load Snakemake's merged config, and check the files it was merged from.
 
     merged: as JSON has it, without dates and with texts for keys. options: what of it the command line gave
-    (`--config`), whose numbers in mappings and lists are text. others: keys that are none of the config.
+    (`--config`), whose numbers in mappings and lists are text. merged_names: keys of another workflow, to leave out.
 
-    Snakemake reads the files itself, and lets the last of two equal keys win without a word: here they are read again,
-    strictly, and taken where they are all of the config; a workflow that has this one as a module gives its own.
-    Messages open with the file, where one file is all of the config, else with `config`. Raises InputError as `load`
-    does.
+    Snakemake reads the files itself, and of two equal keys silently takes the last. So they are read again, strictly,
+    and used if they are all of the config, which they are not in a workflow that has this one as a module. Messages
+    begin with the file if one file is all of the config, else with `config`. Raises InputError as `load` does.
     """
     options = options or {}
     values: dict[str, Any] = {}
@@ -98,7 +97,9 @@ def load_merged(
             values = _merged(values, document)
     values = _merged(values, options)
     is_all_of_files = plain(values) == plain(merged)
-    config = _with_types(values if is_all_of_files else merged, options)
+    if not is_all_of_files:
+        values = dict(merged)
+    config = _with_types(values, options)
     ours = {key: value for key, value in config.items() if key not in merged_names}
     if len(files) == 1 and is_all_of_files and not options.keys() - set(merged_names):
         return load(ours, os.fspath(files[0]))

@@ -239,10 +239,9 @@ def _rope_errors(path: str, value: Any) -> Iterator[ValidationError]:
 
 
 def _nested_errors(config: Mapping[str, Any]) -> Iterator[ValidationError]:
-    """Find what no value may be: infinite, or a number of modules that cannot be made."""
-    waiting: list[tuple[str, Any]] = [
-        ("", config)
-    ]  # a list and no recursion: a config may be nested as deeply as JSON is read
+    """Yield an error for each infinite value, and for each number of modules that is too large to build."""
+    # A list and no recursion: a config may be nested deeper than Python's stack.
+    waiting: list[tuple[str, Any]] = [("", config)]
     while waiting:
         path, value = waiting.pop()
         if isinstance(value, list):
