@@ -14,7 +14,8 @@ _REPEATED = 4  # steps of each kind
 def repeated_rows(min_rows: int, max_rows: int, draw: random.Random) -> Iterator[tuple[str, np.ndarray]]:
     """Yield (description, rows of 0 to `max_rows` - 1) of steps in which rows are the same.
 
-    In steps of drawn sizes, small or large, two, three, and all rows are one. In a sample, each pair is adjacent once.
+    First steps of drawn sizes in which two, three or all rows are equal. Then one step in which each pair of rows of a
+    sample is adjacent once.
     """
     for repeats in (2, 3, 0):
         fewest = max(min_rows, repeats, 2)

@@ -66,7 +66,7 @@ class AttentionSweep(Sweep):
         self._outputs = dict[bool, Arrays]()
         self._scaled = _scaled(self._whole, graph, largest)
         self._decodes = "num_requests" in ranges
-        self._most = ranges["past_capacity"][1]
+        self._max_capacity = ranges["past_capacity"][1]
         if self._decodes:
             self._requests = ranges["num_requests"][1]
             lengths = self._lengths()
@@ -75,7 +75,7 @@ class AttentionSweep(Sweep):
             pairs = self._requests * len(lengths) + self._requests * slots + slots
             self.totals = pairs, self._requests * slots
         else:
-            max_length = self._most
+            max_length = self._max_capacity
             self.trials = list(self._prefill_trials(length, max_length, draw))
             chunks = [(length - past, max_length - max(past, 1) + 1) for past in range(min(length, max_length + 1))]
             rooms = sum(room for _, room in chunks)
@@ -95,12 +95,12 @@ class AttentionSweep(Sweep):
     def _lengths(self) -> dict[int, range]:
         """Return {capacity that a cache grows to: lengths at which it has that capacity}."""
         lengths = dict[int, range]()
-        capacity = min(PAGE, self._most)
+        capacity = min(PAGE, self._max_capacity)
         before = 0
         while capacity > before:
             lengths[capacity] = range(before, min(capacity, self._graph.positions))
             before = capacity
-            capacity = min(2 * capacity, self._most)
+            capacity = min(2 * capacity, self._max_capacity)
         return lengths
 
     def _prefill_trials(self, length: int, max_length: int, draw: random.Random) -> list[Trial]:
@@ -140,6 +140,8 @@ class AttentionSweep(Sweep):
             if not near:
                 break
             for count in range(1, self._rows(capacity) + 1):
+                # All lengths in a random order, filled up to a multiple of `count`: first with others of them, each
+                # once, then, where there are too few, with drawn ones.
                 shuffled = draw.sample(near, len(near))
                 shuffled += shuffled[: -len(near) % count]
                 shuffled += [draw.choice(near) for _ in range(-len(shuffled) % count)]
@@ -165,7 +167,7 @@ class AttentionSweep(Sweep):
                 lengths = [length]
                 lengths += draw.choices(self._lengths()[capacity], k=draw.randint(0, self._rows(capacity) - 1))
                 yield self._decode_trial(capacity, draw.sample(lengths, len(lengths)), True)
-            elif self._length <= (past := min(length, self._graph.positions - _FAR_TOKENS, self._most)):
+            elif self._length <= (past := min(length, self._graph.positions - _FAR_TOKENS, self._max_capacity)):
                 yield replace(self._prefill_trial(past, _FAR_TOKENS, past, False), is_far=True)
 
     def feed(self, trial: Trial) -> dict[str, np.ndarray]:
@@ -195,7 +197,7 @@ class AttentionSweep(Sweep):
         An engine that reads past a request's length then gives wrong numbers, which zeros would hide.
         """
         if (name, scaled) not in self._stale:
-            stale = self._random.standard_normal((len(like), self._most, like.shape[2]), np.float32)
+            stale = self._random.standard_normal((len(like), self._max_capacity, like.shape[2]), np.float32)
             self._stale[name, scaled] = (stale * np.float32(like.std(dtype=np.float64))).astype(like.dtype)
         return self._stale[name, scaled]
 

@@ -217,7 +217,7 @@ def _activations(array: np.ndarray, largest: float | None, draw: random.Random) 
     """
     rows = array.astype(np.float64).reshape(len(array), -1)
     rows[1::4, draw.randrange(rows.shape[1])] *= _OUTLIER
-    large = rows[3::4]
+    large = rows[3::4]  # a view: the changes below are to `rows`
     end = _LARGE
     if largest is not None:
         end = min(float(np.finfo(array.dtype).max), largest, LARGEST_SQUARED)
