@@ -42,18 +42,19 @@ def places(text: str) -> Iterator[tuple[str, int]]:
             yield from (("dialect", node.lineno) for _ in DIALECT.finditer(node.value))
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
+            yield "comment", token.start[0]
             yield from (("dialect", token.start[0]) for _ in DIALECT.finditer(token.string))
 
 
-def per_1000_lines(folder: Path) -> dict[str, float]:
-    """Return the places of each kind per 1,000 lines of all Python files below `folder`."""
+def count(folder: Path) -> tuple[Counter[str], int]:
+    """Return the number of places of each kind in all Python files below `folder`, and the files' lines."""
     counts: Counter[str] = Counter()
     lines = 0
     for file in sorted(folder.rglob("*.py")):
         text = file.read_text(encoding="utf-8")
         lines += text.count("\n")
         counts.update(kind for kind, _ in places(text))
-    return {kind: 1000 * count / lines for kind, count in counts.items()}
+    return counts, lines
 
 
 def _kind(node: ast.AST, parent: ast.AST | None) -> str | None:

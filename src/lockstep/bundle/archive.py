@@ -189,7 +189,9 @@ def read_archive(path: str | os.PathLike) -> Archive:
     """
     path = Path(path)
     if not os.path.isfile(path):
-        actual = "a folder" if os.path.isdir(path) else "no file"
+        actual = "no file"
+        if os.path.isdir(path):
+            actual = "a folder"
         raise InputError(f"{path}: expected a bundle, found {actual}; make one with `lockstep bundle`")
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size

@@ -177,7 +177,9 @@ def _bind(manifest_path: Path, weights: Path) -> Path:
     for file in manifest.files:
         name = Path(file.path).name
         if not (weights / name).is_file():
-            reason = "no such file" if weights.is_dir() else "no such folder"
+            reason = "no such folder"
+            if weights.is_dir():
+                reason = "no such file"
             raise InputError(
                 f"{weights}: expected {name} of {file.size} bytes, found {reason}; give the "
                 f"folder of the weights, or a weights.json"

@@ -102,7 +102,10 @@ def _backends() -> dict[str, dict[str, Any]]:
 def _models(config: Config, where: str) -> dict[str, dict[str, Any]]:
     """Return the needs of each model of the config; without numbers where it must be fetched first."""
     places = config.check_sources(where=where)
-    return {name: needs(config, name, places[name]) if name in places else {} for name in config.models}
+    needs_by_model: dict[str, dict[str, Any]] = {name: {} for name in config.models}
+    for name, place in places.items():
+        needs_by_model[name] = needs(config, name, place)
+    return needs_by_model
 
 
 def needs(config: Config, name: str, place: Path) -> dict[str, Any]:
@@ -162,8 +165,10 @@ def model_line(name: str, model: dict[str, Any]) -> str:
     if not model:
         return f"{name}: its size is known once it is fetched"
     words = []
-    for key, what, here in (("memory_bytes", "memory", total_bytes()), ("disk_bytes", "disk", _free_disk())):
-        fits = "" if model[key] <= here else f", more than the {_size(here)} here"
+    for key, what, available in (("memory_bytes", "memory", total_bytes()), ("disk_bytes", "disk", _free_disk())):
+        fits = ""
+        if model[key] > available:
+            fits = f", more than the {_size(available)} here"
         words.append(f"about {_size(model[key])} of {what}{fits}")
     total = sum(model["seconds"].values())
     longest = [(stage, seconds / total) for stage, seconds in list(model["seconds"].items())[:5]]

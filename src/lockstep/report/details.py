@@ -65,6 +65,9 @@ def read_details(
     speed = None
     if golden.result == PASS:  # the file of a failed check has the speed of earlier engines
         speed = loaded(SpeedReport.load, results.speed(*names))
+    weights_bytes = None
+    if weights:
+        weights_bytes = sum(place.length for place in weights.numbered.values())
     return Details(
         checks=checks,
         digest=digest,
@@ -72,7 +75,7 @@ def read_details(
         speed=speed,
         reproduction=reproduction,
         drift=loaded(Drift.load, results.drift(model, precision, layers)),
-        weights_bytes=sum(place.length for place in weights.numbered.values()) if weights else None,
+        weights_bytes=weights_bytes,
         engine_bytes=_engine_bytes(engines_json, engines),
     )
 
