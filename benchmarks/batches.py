@@ -3,8 +3,8 @@
 Decoding, steps with prompts and rows that decode, prompts, and many requests at once.
 
 In: the assembly of a shape, a scratch folder with room for its weights. Out: a record, and its page. The record is
-written after each part, so that a run that is cut short says what it came to. What does not fit into the memory of the
-GPU is left out, and named with the reason.
+written after each part, so that a run that is cut short leaves one. Sizes that do not fit into the GPU's memory are
+skipped, and listed with the reason.
 """
 
 from __future__ import annotations
@@ -36,15 +36,14 @@ BATCHES = (1, 4, 16, 64, 128, 256)
 ROWS = (15, 63, 255)
 CHUNKS = (64, 128, 256, 512, 1024, 1792)
 PROMPTS = (16, 64, 128, 256, 384, 512, 640, 1152, 2048)
-# tokens
-SUMS = (1, 16, 64, 256, 512, 2048)
+SUMS = (1, 16, 64, 256, 512, 2048)  # tokens of an all-reduce
 SUMS_IN_A_GRAPH = 64
-CONTEXT = 512
-WARM = 8
+CONTEXT = 512  # tokens before those that decode
+WARM = 8  # steps that are not timed
 STEPS = 64
 MIXED_STEPS = 8
 REQUESTS = 512
-GROUP = 128
+GROUP = 128  # columns of a weight that share a scale
 PARTS = "decode", "sampled", "processed", "prompts", "mixed", "requests", "sampled_requests"
 SAMPLED = Sampling(0.8, top_p=0.95)
 PROCESSED = Sampling(0.8, top_p=0.95, repetition_penalty=1.1, logprobs=5)
@@ -95,9 +94,10 @@ def main(
         config["num_hidden_layers"] = layers
     lockstep.export_config(config, precision, graphs, tensor_parallel, GROUP, kv_cache_dtype=cached)
     names = {"assembly": str(graphs / "assembly.json"), "work": str(folder), "out": str(out), "backend": backend}
-    other_record = str(vllm.absolute()) if vllm else None
+    if vllm is not None:
+        names["vllm"] = str(vllm.absolute())
     cold.ask(
-        "benchmarks.batches:measure", **names, vllm=other_record, rounds=rounds, options=build_options, alike=alike,
+        "benchmarks.batches:measure", **names, rounds=rounds, options=build_options, alike=alike,
         parts=list(parts),
     )  # fmt: skip
     out.with_suffix(".md").write_text(page(read_json(out)), encoding="utf-8")
@@ -135,7 +135,8 @@ def run(
 
     note = recorder(out, record)
     weights = work / "weights" / "weights.json"
-    weights = weights if weights.is_file() else random_weights(assembly, work / "weights", alike)
+    if not weights.is_file():
+        weights = random_weights(assembly, work / "weights", alike)
     engines = work / backend / "engines.json"
     note(build_seconds=build_seconds(assembly_json, engines, backend, {**LIMITS, **(options or {})}))
     note(**described(engines))
@@ -158,7 +159,7 @@ def run(
 
 @contextlib.contextmanager
 def unless_full(model: Model, part: str, left_out: dict[str, str], note: Callable[..., None]) -> Iterator[None]:
-    """Leave a part out for which the GPU has no memory: say so on stderr, and note it with the reason."""
+    """Skip the rest of the `with` block if the GPU has too little memory; print and note the reason."""
     try:
         yield
     except (InputError, CheckError) as error:
@@ -179,34 +180,42 @@ def steps(
 ) -> None:
     """Measure steps of every kind and size for which the GPU has memory.
 
-    note: takes each part when it is there. left_out: gets the sizes without room, with the reason.
+    note: called with the times of a kind after each size. left_out: gets {size that does not fit: reason}.
     """
-    left_out = {} if left_out is None else left_out
+    if left_out is None:
+        left_out = {}
     kinds: dict[str, tuple[Sequence[int], Callable[[Model, int, int], dict[str, Any]]]] = {
         "decode": (BATCHES, decode),
         "sampled": (SAMPLED_BATCHES, functools.partial(sampled, sampling=SAMPLED)),
         "processed": (SAMPLED_BATCHES, functools.partial(sampled, sampling=PROCESSED)),
         "prompts": (PROMPTS, prompt),
     }
-    for name in (name for name in kinds if name in parts):
-        sizes, take = kinds[name]
+    for name, (sizes, measure_size) in kinds.items():
+        if name not in parts:
+            continue
         times: dict[str, Any] = {}
         for size in sizes:
             with unless_full(model, f"{name} {size}", left_out, note):
-                times[str(size)] = take(model, size, rounds)
+                times[str(size)] = measure_size(model, size, rounds)
             note(**{name: times})
-    mixed_steps: dict[str, Any] = {}
-    for rows in ROWS if "mixed" in parts else ():
+    if "mixed" in parts:
+        mixed_steps(model, rounds, note, left_out)
+
+
+def mixed_steps(model: Model, rounds: int, note: Callable[..., None], left_out: dict[str, str]) -> None:
+    """Measure steps with prompts and rows that decode; arguments: as of `steps`."""
+    times_by_rows: dict[str, Any] = {}
+    for rows in ROWS:
         for chunk in CHUNKS:
             part = f"mixed {rows}"
-            if str(rows) in mixed_steps:
+            if str(rows) in times_by_rows:
                 part += f" from {chunk} tokens on"
             with unless_full(model, part, left_out, note):
-                mixed_times = mixed(model, rows, rounds, [chunk])
-                mixed_steps.setdefault(str(rows), {}).update(mixed_times)
-            if part in left_out:
+                times = mixed(model, rows, rounds, [chunk])
+                times_by_rows.setdefault(str(rows), {}).update(times)
+            if part in left_out:  # longer chunks need more memory still
                 break
-        note(mixed=mixed_steps)
+        note(mixed=times_by_rows)
 
 
 def sums(model: Model) -> dict[str, Any]:
@@ -237,7 +246,10 @@ def sums(model: Model) -> dict[str, Any]:
 
 
 def begin(model: Model, rows: int) -> np.ndarray:
-    """Prompts of CONTEXT tokens in slots 0 to `rows`-1, none alike, so that experts differ; the next token of each."""
+    """Run prompts of CONTEXT tokens in slots 0 to `rows`-1; return the next token of each slot.
+
+    No two prompts are alike, so that their tokens choose different experts.
+    """
     prompts = np.random.default_rng(0).integers(0, model.vocab_size, (rows, CONTEXT))
     next_tokens = np.zeros(model.max_batch_size, np.int64)
     at_once = max(1, min(4, model.max_num_tokens // CONTEXT))
@@ -253,10 +265,7 @@ def release(model: Model) -> None:
 
 
 def decode(model: Model, batch: int, rounds: int) -> dict[str, Any]:
-    """Time steps of `batch` requests after CONTEXT tokens.
-
-    Each is launched before the tokens of the one before are back.
-    """
+    """Time steps of `batch` requests after CONTEXT tokens, each launched before the tokens of the last are back."""
     seconds = [seconds_of_a_step(model, batch, Sampling()) for _ in range(rounds)]
     return {
         "milliseconds": spread([1e3 * value for value in seconds], 3),
@@ -297,7 +306,7 @@ def sampled(model: Model, batch: int, rounds: int, sampling: Sampling) -> dict[s
 
 
 def prompt(model: Model, tokens: int, rounds: int) -> dict[str, Any]:
-    """One prompt alone."""
+    """Time one prompt alone."""
     ids = np.arange(tokens) % model.vocab_size
     times = [timed(lambda: model.step_tokens([Advance(0, ids, 0)]))[0] for _ in range(2 * rounds + 1)]
     release(model)
@@ -305,10 +314,10 @@ def prompt(model: Model, tokens: int, rounds: int) -> dict[str, Any]:
 
 
 def mixed(model: Model, rows: int, rounds: int, chunks: Sequence[int] = ()) -> dict[str, Any]:
-    """Time steps of a prompt of each of `chunks`, else of CHUNKS, and `rows` rows that decode.
+    """Time steps with a prompt of each length in `chunks` (default: CHUNKS) and `rows` rows that decode.
 
-    They decode after CONTEXT tokens; the parts alone are timed too. host: the part of a step before the host
-    waits for tokens.
+    Rows decode after CONTEXT tokens. The prompt alone and the rows alone are timed too. host: the part of a step before
+    the host waits for tokens.
     """
     by_chunk: dict[str, Any] = {}
     for chunk in chunks or CHUNKS:
@@ -317,37 +326,40 @@ def mixed(model: Model, rows: int, rounds: int, chunks: Sequence[int] = ()) -> d
         tokens = begin(model, rows)
         position = CONTEXT
         for number in range(2 + rounds * MIXED_STEPS):
-            with waits() as waited:
+            with waits() as waits_s:
                 advances = [Advance(slot, tokens[slot : slot + 1], position) for slot in range(rows)]
                 seconds, next_tokens = timed(
                     lambda: model.step_tokens([*advances, Advance(rows, ids, 0)], following=True)
                 )
             tokens[:rows] = next_tokens[:rows]
-            position = position + 1
-            samples += [(seconds, seconds - sum(waited))] if number > 1 else []
-        alone = []
+            position += 1
+            if number > 1:  # the first two warm up
+                samples.append((seconds, seconds - sum(waits_s)))
+        decode_seconds = []
         for number in range(2 + MIXED_STEPS):
             advances = [Advance(slot, tokens[slot : slot + 1], position) for slot in range(rows)]
             seconds, next_tokens = timed(lambda: model.step_tokens(advances, following=True))
             tokens[:rows] = next_tokens
-            position = position + 1
-            alone += [seconds] if number > 1 else []
+            position += 1
+            if number > 1:
+                decode_seconds.append(seconds)
         release(model)
-        parts = [1e3 * statistics.median(alone), prompt(model, chunk, 2)["milliseconds"]["median"]]
+        decode_alone = 1e3 * statistics.median(decode_seconds)
+        prompt_alone = prompt(model, chunk, 2)["milliseconds"]["median"]
         median = statistics.median(seconds for seconds, _ in samples)
         by_chunk[str(chunk)] = {
             "milliseconds": spread([1e3 * seconds for seconds, _ in samples], 2),
             "host_milliseconds": spread([1e3 * host for _, host in samples], 2),
-            "decode_alone": round(parts[0], 2),
-            "prompt_alone": round(parts[1], 2),
-            "of_parts": round(1e3 * median / sum(parts), 3),
+            "decode_alone": round(decode_alone, 2),
+            "prompt_alone": round(prompt_alone, 2),
+            "of_parts": round(1e3 * median / (decode_alone + prompt_alone), 3),
         }
     return by_chunk
 
 
 @contextlib.contextmanager
 def waits() -> Iterator[list[float]]:
-    """Seconds that this process waits for steps of the device inside."""
+    """Yield a list that gets the seconds of each wait for the device within the `with` block."""
     from lockstep_gpu import cuda
 
     waited: list[float] = []
@@ -400,124 +412,145 @@ def requests(model: Model, sampling: Sampling = Sampling()) -> dict[str, Any]:
 
 def of_vllm(full: Mapping[str, Any]) -> dict[str, Any]:
     """Return the version and the numbers of a record of vLLM."""
+    prompt_ms = None
+    if "prefill" in full:
+        prompt_ms = round(1e3 * full["prefill"]["median_s"], 2)
     return {
         "version": full["versions"]["vllm"],
         "decode": {str(row["batch"]): round(row["tokens_per_s"], 1) for row in full.get("decode", ())},
-        "prompt_2048": round(1e3 * full["prefill"]["median_s"], 2) if "prefill" in full else None,
+        "prompt_2048": prompt_ms,
         "requests": [round(seconds, 2) for seconds in full.get("throughput", {}).get("runs_s", ())],
     }
 
 
 def page(record: Mapping[str, Any]) -> str:
     """Return the record as Markdown."""
-    other = record.get("vllm")
+    title = "TensorRT"
+    if record.get("backend") == "cuda":
+        title = "CUDA"
     lines = [
-        f"# {'CUDA' if record.get('backend') == 'cuda' else 'TensorRT'} at every batch size",
+        f"# {title} at every batch size",
         "",
-        paragraph(
-            f"{record['layers']} layers, {record['precision']}, random weights, on {record.get('ranks', 'one')} "
-            f"{record['device']['name']} with {in_words(record)}. Made by `python -m benchmarks batches "
-            f"--work FOLDER --write records{' --tensor-parallel ' + str(record['ranks']) if 'ranks' in record else ''}"
-            f"{'' if record['precision'] == 'fp16' else ' --precision ' + record['precision']}"
-            f"{' --kv-cache-dtype ' + record['kv_cache_dtype'] if 'kv_cache_dtype' in record else ''}"
-            f"{' --backend tensorrt' if record.get('backend') == 'tensorrt' else ''}`."
-        ),
+        _setup(record),
         "",
-        f"Engines for {record['options']['max_batch_size']} rows are built in {record['build_seconds']} s"
-        + (f"; warm-up takes {record['warm_up_seconds']} s." if "warm_up_seconds" in record else "."),
-        "",
-        f"Decoding behind {CONTEXT} tokens, tokens a second:",
-        "",
-        *table(
-            ["batch", "ms a step", "Lockstep", *(["vLLM " + other["version"], "ratio"] if other else [])],
-            [
-                [
-                    batch,
-                    row["milliseconds"]["median"],
-                    row["tokens_per_second"],
-                    *_with_ratio(row["tokens_per_second"], other and other["decode"].get(batch)),
-                ]
-                for batch, row in by_size(record.get("decode", {}))
-            ],
-        ),
-        *(["", "vLLM ran on another day, on another machine of this kind."] if "another_run" in (other or ()) else []),
+        _startup(record),
+        *_decode_lines(record),
         *_sampled_lines(record),
         *_sums_lines(record),
+        *_prompt_lines(record),
+        *_mixed_lines(record),
     ]
-    if "prompts" in record:
-        lines += [
-            "",
-            "A prompt alone, milliseconds: "
-            + ", ".join(
-                f"{tokens} tokens {row['milliseconds']['median']}" for tokens, row in by_size(record["prompts"])
-            )
-            + (f" (vLLM: 2048 tokens {other['prompt_2048']})" if other and other["prompt_2048"] else "")
-            + ".",
-        ]
-    if "mixed" in record:
-        lines += [
-            "",
-            paragraph(
-                "A step that brings prompt tokens beside rows that decode, milliseconds; parts: both alone, one after "
-                "the other; host: before it waits for the device:"
-            ),
-            "",
-            *table(
-                ["rows", "prompt tokens", "step", "decoding alone", "prompt alone", "step of parts", "host"],
-                [
-                    [
-                        rows,
-                        chunk,
-                        row["milliseconds"]["median"],
-                        row["decode_alone"],
-                        row["prompt_alone"],
-                        row["of_parts"],
-                        row["host_milliseconds"]["median"],
-                    ]
-                    for rows, chunks in by_size(record["mixed"])
-                    for chunk, row in by_size(chunks)
-                ],
-            ),
-        ]
     if left_out := record.get("left_out"):
         lines += ["", paragraph(f"Without room in this GPU's memory, and not measured: {', '.join(left_out)}.")]
-    if load := record.get("requests"):
-        lines += [
-            "",
-            f"{load['requests']} requests at once, {load['prompt_tokens']} prompt tokens and {load['new_tokens']} "
-            f"new ones: {min(load['seconds'])} s"
-            + (f", vLLM {min(other['requests'])} s" if other else "")
-            + (f"; sampled {min(drawn['seconds'])} s" if (drawn := record.get("sampled_requests")) else "")
-            + ".",
-        ]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_load_lines(record)]) + "\n"
+
+
+def _setup(record: Mapping[str, Any]) -> str:
+    """Return the subject, the machine and the command."""
+    command = "python -m benchmarks batches --work FOLDER --write records"
+    if "ranks" in record:
+        command += f" --tensor-parallel {record['ranks']}"
+    if record["precision"] != "fp16":
+        command += f" --precision {record['precision']}"
+    if "kv_cache_dtype" in record:
+        command += f" --kv-cache-dtype {record['kv_cache_dtype']}"
+    if record.get("backend") == "tensorrt":
+        command += " --backend tensorrt"
+    return paragraph(
+        f"{record['layers']} layers, {record['precision']}, random weights, on {record.get('ranks', 'one')} "
+        f"{record['device']['name']} with {in_words(record)}. Made by `{command}`."
+    )
+
+
+def _startup(record: Mapping[str, Any]) -> str:
+    line = f"Engines for {record['options']['max_batch_size']} rows are built in {record['build_seconds']} s"
+    if "warm_up_seconds" in record:
+        line += f"; warm-up takes {record['warm_up_seconds']} s"
+    return f"{line}."
+
+
+def _decode_lines(record: Mapping[str, Any]) -> list[str]:
+    vllm = record.get("vllm")
+    headings = ["batch", "ms a step", "Lockstep"]
+    if vllm:
+        headings += [f"vLLM {vllm['version']}", "ratio"]
+    rows = []
+    for batch, times in by_size(record.get("decode", {})):
+        speed = times["tokens_per_second"]
+        row = [batch, times["milliseconds"]["median"], speed]
+        if vllm and batch in vllm["decode"]:
+            row += [vllm["decode"][batch], round(speed / vllm["decode"][batch], 3)]
+        rows.append(row)
+    lines = ["", f"Decoding after {CONTEXT} tokens, tokens a second:", "", *table(headings, rows)]
+    if vllm and "another_run" in vllm:
+        lines += ["", "vLLM ran on another day, on another machine of this kind."]
+    return lines
 
 
 def _sampled_lines(record: Mapping[str, Any]) -> list[str]:
-    """None for a record that was made before the device sampled."""
+    """Return a table for each kind of sampling; none for a record of before the device sampled."""
     lines = []
-    terms = f"temperature {SAMPLED.temperature}, top-p {SAMPLED.top_p}"
-    processing = f"{terms}, repetition penalty {PROCESSED.repetition_penalty}, {PROCESSED.logprobs} log-probabilities"
-    for name, what in (("sampled", terms), ("processed", processing)):
+    parameters = f"temperature {SAMPLED.temperature}, top-p {SAMPLED.top_p}"
+    processing = (
+        f"{parameters}, repetition penalty {PROCESSED.repetition_penalty}, {PROCESSED.logprobs} log-probabilities"
+    )
+    for name, description in (("sampled", parameters), ("processed", processing)):
         if name in record:
             rows = [
-                [batch, row["greedy_milliseconds"]["median"], row["milliseconds"]["median"], row["of_greedy"]]
-                for batch, row in by_size(record[name])
+                [batch, times["greedy_milliseconds"]["median"], times["milliseconds"]["median"], times["of_greedy"]]
+                for batch, times in by_size(record[name])
             ]
             headings = ["batch", "greedy, ms", "sampled, ms", "ratio"]
-            lines += ["", f"Sampled ({what}) beside greedy, in turn:", "", *table(headings, rows)]
+            lines += ["", f"Sampled ({description}) and greedy, in turn:", "", *table(headings, rows)]
     return lines
 
 
 def _sums_lines(record: Mapping[str, Any]) -> list[str]:
-    """None for one rank."""
+    """Return the table of all-reduces; none for one rank."""
     if "sums" not in record:
         return []
     rows = [[f"{tokens} x {row['hidden']}", row["microseconds"]["median"]] for tokens, row in by_size(record["sums"])]
-    return ["", "A sum over the ranks:", "", *table(["tokens x hidden", "microseconds"], rows)]
+    return ["", "An all-reduce over the ranks:", "", *table(["tokens x hidden", "microseconds"], rows)]
 
 
-def _with_ratio(ours: float, theirs: float | None) -> list[Any]:
-    if theirs is None:
+def _prompt_lines(record: Mapping[str, Any]) -> list[str]:
+    if "prompts" not in record:
         return []
-    return [theirs, round(ours / theirs, 3)]
+    times = [f"{tokens} tokens {times['milliseconds']['median']}" for tokens, times in by_size(record["prompts"])]
+    line = f"A prompt alone, milliseconds: {', '.join(times)}"
+    vllm = record.get("vllm")
+    if vllm and vllm["prompt_2048"]:
+        line += f" (vLLM: 2048 tokens {vllm['prompt_2048']})"
+    return ["", f"{line}."]
+
+
+def _mixed_lines(record: Mapping[str, Any]) -> list[str]:
+    if "mixed" not in record:
+        return []
+    rows = []
+    for num_rows, times_by_chunk in by_size(record["mixed"]):
+        for chunk, times in by_size(times_by_chunk):
+            step = times["milliseconds"]["median"]
+            host = times["host_milliseconds"]["median"]
+            rows.append([num_rows, chunk, step, times["decode_alone"], times["prompt_alone"], times["of_parts"], host])
+    headings = ["rows", "prompt tokens", "step", "decoding alone", "prompt alone", "step of parts", "host"]
+    caption = (
+        "A step with prompt tokens and rows that decode, milliseconds; parts: both alone, one after the other; host: "
+        "before it waits for the device:"
+    )
+    return ["", paragraph(caption), "", *table(headings, rows)]
+
+
+def _load_lines(record: Mapping[str, Any]) -> list[str]:
+    load = record.get("requests")
+    if not load:
+        return []
+    line = (
+        f"{load['requests']} requests at once, {load['prompt_tokens']} prompt tokens and {load['new_tokens']} "
+        f"new ones: {min(load['seconds'])} s"
+    )
+    if vllm := record.get("vllm"):
+        line += f", vLLM {min(vllm['requests'])} s"
+    if sampled_load := record.get("sampled_requests"):
+        line += f"; sampled {min(sampled_load['seconds'])} s"
+    return ["", f"{line}."]

@@ -1,7 +1,7 @@
 """The README's picture, speed compared with vLLM's, as SVG: `python -m benchmarks.chart` draws it.
 
-In: records of `batches` on one card, which hold vLLM's figures beside Lockstep's. Out: an SVG file with its colours for
-light and dark pages, which needs no script and no font.
+In: records of `batches` on one card, with Lockstep's figures and vLLM's. Out: an SVG file with colours for light and
+dark pages, without scripts or fonts.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -m benchmarks.cold < request.json       {"call": "module:function", "arguments": {...}}
 
-Arguments and answer are JSON. The answer is the last line of stdout, where the function gives one; what it prints goes
-to this process's streams.
+Arguments and answer are JSON. The answer is the last line of stdout, if the function returns one; its own output goes
+to the streams of this process.
 """
 
 from __future__ import annotations

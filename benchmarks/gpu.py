@@ -76,15 +76,20 @@ def record_path(write: Path | None, work: Path, name: str, backend: str) -> Path
 
     That of TensorRT is NAME-tensorrt.json.
     """
-    file_name = name if backend == "cuda" else f"{name}-{backend}"
-    folder = write / "gpu" if write else work
-    return folder.absolute() / f"{file_name}.json"
+    if backend != "cuda":
+        name = f"{name}-{backend}"
+    folder = work
+    if write:
+        folder = write / "gpu"
+    return folder.absolute() / f"{name}.json"
 
 
 def llama(path: Path) -> dict[str, Any]:
     """Read the config.json of a Llama. Raises InputError for another model's."""
     config = read_json(path)
-    kind = config.get("model_type") if isinstance(config, dict) else None
+    kind = None
+    if isinstance(config, dict):
+        kind = config.get("model_type")
     if kind != "llama":
         raise InputError(
             f"{path}: model_type: expected llama, the class that transformers runs for comparison, "
@@ -162,7 +167,8 @@ def open_random(assembly: str, work: Path, backend: str, options: Mapping[str, A
     """Open engines, built in `work`, on random weights, which are made there once."""
     weights = work / "weights" / "weights.json"
     engines = work / backend / "engines.json"
-    weights = weights if weights.is_file() else random_weights(Assembly.load(assembly), work / "weights", False)
+    if not weights.is_file():
+        weights = random_weights(Assembly.load(assembly), work / "weights", False)
     build_seconds(Path(assembly), engines, backend, options)
     model = Model.open(engines, assembly, weights)
     model.warm_up()
@@ -274,7 +280,9 @@ def random_weights(assembly: Assembly, folder: Path, alike: bool = False, seed: 
 
         places: dict[str, dict[str, Any]] = {}
         for name, shape in shapes.items():
-            role = re.sub(r"\.\d+\.", ".N.", name, count=1) if alike else name
+            role = name
+            if alike:  # one array for the tensors of all layers
+                role = re.sub(r"\.\d+\.", ".N.", name, count=1)
             if role in places and places[role]["shape"] == shape:
                 tensors[name] = places[role]
                 continue
@@ -298,7 +306,9 @@ def random_weights(assembly: Assembly, folder: Path, alike: bool = False, seed: 
                 continue
             while count:  # pieces of one pool, from random places: as fast as the disk, and no two matrices alike
                 start = int(random.integers(0, pool.size // 2))
-                numbers = small[_bits(assembly, name)] if dtype == np.uint8 else pool
+                numbers = pool
+                if dtype == np.uint8:
+                    numbers = small[_bits(assembly, name)]
                 piece = numbers[start : start + count]
                 if dtype.itemsize == 1 and dtype != np.uint8:  # e4m3
                     piece = np.clip(piece * np.float32(_spread(8) / 0.02), -448, 448)
@@ -307,13 +317,16 @@ def random_weights(assembly: Assembly, folder: Path, alike: bool = False, seed: 
     remember(path, digest.hexdigest())
     files = [{"path": path.name, "size": offset, "sha256": digest.hexdigest()}]
     manifest = {"format": formats.WEIGHTS, "precision": assembly.precision, "files": files, "tensors": tensors}
-    group = {"group_size": assembly.quantization.group_size} if assembly.quantization else {}
-    write_json(folder / "weights.json", {**manifest, **group})
+    if assembly.quantization:
+        manifest["group_size"] = assembly.quantization.group_size
+    write_json(folder / "weights.json", manifest)
     return folder / "weights.json"
 
 
 def _in_digits(error: float | None) -> str:
-    return "NaN or infinity" if error is None else f"{error:.3g}"
+    if error is None:
+        return "NaN or infinity"
+    return f"{error:.3g}"
 
 
 def _spread(bits: int) -> float:

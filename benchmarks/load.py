@@ -1,8 +1,7 @@
 """Send requests of token ids to a server of OpenAI's API, at times that are drawn beforehand.
 
-The tool for a server is AIPerf (docs/load.md). This is for what it has not: prompts of token ids, which a model of
-random weights takes without a tokenizer, and times that count from when a request was due, so that the waits that a
-slow server causes count.
+To load a server, use AIPerf (docs/load.md). It lacks two things: prompts of token ids, which need no tokenizer, for a
+model of random weights; and times measured from when a request was due, which include the waits behind a slow server.
 """
 
 from __future__ import annotations

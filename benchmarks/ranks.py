@@ -140,7 +140,9 @@ def count_gpus(ranks: int) -> int:
     """Return the number of GPUs that this process sees. `ranks` where all are to run on the first, for checks."""
     from lockstep_gpu import cuda
 
-    return ranks if os.environ.get(ONE_GPU) else cuda.device_count()
+    if os.environ.get(ONE_GPU):
+        return ranks
+    return cuda.device_count()
 
 
 def measure(
@@ -169,7 +171,8 @@ def measure(
         probe()
     parsed = Assembly.load(path)
     file = folder / "weights.json"
-    file = file if file.is_file() else random_weights(parsed, folder, alike)
+    if not file.is_file():
+        file = random_weights(parsed, folder, alike)
     if missing:
         references(folder, file, config, missing)
     engines = Path(work) / "engines" / "engines.json"
@@ -208,7 +211,9 @@ def figures(case: Mapping[str, Any], one_gpu_case: Mapping[str, Any] | None) -> 
     for layers, row in case["check"].items():
         ours = row["max_logit_error"]
         theirs = row["max_logit_error_of_transformers_fp16"]
-        of_theirs = round(ours / theirs, 2) if ours is not None and theirs else float("inf")
+        of_theirs = float("inf")
+        if ours is not None and theirs:
+            of_theirs = round(ours / theirs, 2)
         numbers[f"logits {layers} layers: times fp16 of transformers"] = of_theirs
     return numbers
 
@@ -301,4 +306,6 @@ def _aim_text(row: Mapping[str, Any]) -> str:
 
 
 def _text(value: float | None, missing: str) -> str:
-    return missing if value is None else str(value)
+    if value is None:
+        return missing
+    return str(value)

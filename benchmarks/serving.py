@@ -131,7 +131,9 @@ def run(place: Place, streams: Sequence[int], rates: Sequence[str], requests: in
             figures["long_prompt"] = {name: long_prompt(url) for name, url in addresses.items()}
             note(**figures)
         figures["refusal_ms"] = server.refusals()
-    for number in () if in_turn else streams:
+    if in_turn:
+        return figures
+    for number in streams:
         _add_bare(figures["streams"][str(number)], _bare(place, number, rounds))
     return figures
 
@@ -210,7 +212,9 @@ class Server:
         )
         assert self._process.stdout is not None
         readable, _, _ = select.select([self._process.stdout], [], [], STARTS)
-        line = self._process.stdout.readline() if readable else ""
+        line = ""
+        if readable:
+            line = self._process.stdout.readline()
         self.ready_seconds = time.perf_counter() - began
         ready = re.match(r"ready: (http://\S+) ", line)
         if ready is None:
@@ -302,7 +306,9 @@ def _gaps(figures: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 3)
+    if value is None:
+        return None
+    return round(value, 3)
 
 
 def serve(place: Place) -> None:

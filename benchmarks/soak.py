@@ -1,9 +1,9 @@
 """`soak`: endurance of the server, under a mixed load for minutes.
 
-Clients of `lockstep serve` leave, and its engine may be killed. In: a target that was built. Out: what was answered,
-and memory, descriptors and pages all along.
+Clients of `lockstep serve` disconnect, and its engine may be killed. In: a target that was built. Out: counts of
+answers, and samples of memory, descriptors and pages.
 
-The load is seeded, so a leak found is a leak found again; the moments of its requests are the machine's.
+The load is seeded, so a leak can be reproduced; when its requests arrive depends on the machine.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ class Server:
         )
         assert self._process.stdout is not None
         readable, _, _ = select.select([self._process.stdout], [], [], STARTS)
-        line = self._process.stdout.readline() if readable else ""
+        line = ""
+        if readable:
+            line = self._process.stdout.readline()
         ready = re.match(r"ready: http://\S+:(\d+) ", line)
         if ready is None:
             self._process.kill()
@@ -125,7 +127,9 @@ class Server:
             descriptors = {name: len(os.listdir(f"/proc/{pid}/fd")) for name, pid in pids.items() if pid}
         except OSError:
             return None  # the engine went in between
-        return Sample(rss, descriptors, self.status()["pages"]["used"]) if len(rss) == len(PROCESSES) else None
+        if len(rss) < len(PROCESSES):
+            return None
+        return Sample(rss, descriptors, self.status()["pages"]["used"])
 
     def wait_idle(self, descriptors: dict[str, int] | None = None) -> Sample:
         """Wait, up to `IDLE` seconds, until no request runs or waits and no page is used; return a sample.
@@ -156,9 +160,15 @@ def main(write: Path | None, **settings: Any) -> None:
     Memory, descriptors and pages are looked at all along.
     """
     record = run(**settings)
-    deliver(record, None if record["faults"] else write)
-    if lines := record["faults"]:
-        raise CheckError(f"soak: {lines[0]}{f'; {len(lines) - 1} more in `faults`' if lines[1:] else ''}")
+    faults = record["faults"]
+    if not faults:
+        deliver(record, write)
+        return
+    deliver(record, None)  # a record with faults is printed, and not kept
+    message = f"soak: {faults[0]}"
+    if len(faults) > 1:
+        message += f"; {len(faults) - 1} more in `faults`"
+    raise CheckError(message)
 
 
 def run(target: str, results: Path, minutes: float, seed: int, kills: bool, kv_bytes: str) -> dict[str, Any]:

@@ -27,7 +27,7 @@ _SCHEMA = {"type": "object", "additionalProperties": False}
 
 @dataclass(frozen=True)
 class Sent:
-    """A request. status: that it must be answered with; leaves_after: seconds until its client goes, None: it stays."""
+    """A request. status: expected of the answer. leaves_after: seconds until its client disconnects; None: never."""
 
     kind: str
     path: str
@@ -54,7 +54,9 @@ def request(model: str, seed: int, number: int, cancelled: float) -> Sent:
     path, body, status = _KINDS[kind](draw)
     if path.startswith("/v1/"):
         body = {"model": model, **body}
-    leaves = float(draw.uniform(0, _LONGEST_STAY)) if draw.random() < cancelled else None
+    leaves = None
+    if draw.random() < cancelled:
+        leaves = float(draw.uniform(0, _LONGEST_STAY))
     return Sent(kind, path, body, status, leaves)
 
 
@@ -142,8 +144,10 @@ def _completion(draw: _Draw, **body: Any) -> _Made:
 
 
 def _greedy(draw: _Draw) -> _Made:
-    """Token ids: half of them begin alike, which is what the prefix cache finds."""
-    front = list(range(20, 84)) if _streamed(draw) else []
+    """Return a completion of token ids; half of the prompts share a prefix, for the prefix cache."""
+    front: list[int] = []
+    if _streamed(draw):
+        front = list(range(20, 84))
     return _completion(draw, prompt=front + draw.integers(16, 256, int(draw.integers(1, 60))).tolist())
 
 
@@ -171,8 +175,12 @@ def _chat(draw: _Draw) -> _Made:
 
 
 def _triton(draw: _Draw) -> _Made:
-    action = "generate_stream" if _streamed(draw) else "generate"
-    model = "ensemble" if _streamed(draw) else "tensorrt_llm_bls"
+    action = "generate"
+    if _streamed(draw):
+        action = "generate_stream"
+    model = "tensorrt_llm_bls"
+    if _streamed(draw):
+        model = "ensemble"
     body = {"text_input": _text(draw), "max_tokens": _new(draw), "bad_words": "", "stop_words": "", "end_id": 2}
     return f"/v2/models/{model}/{action}", body, 200
 

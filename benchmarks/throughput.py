@@ -84,7 +84,8 @@ def run(
             paths = prepare(folder, precision, Path(work) / "results")
             allowed = Assembly.load(paths["assembly"]).max_position_embeddings
             length = max(prefix + 2 * _TAIL, 4 * (mean_prompt + mean_new))
-            length = length if allowed is None else min(length, allowed)
+            if allowed is not None:
+                length = min(length, allowed)
             limits = {"max_batch_size": batch, "max_seq_len": length}
             opened = Model.open(
                 paths["engines"], paths["assembly"], paths["weights"], options=ModelOptions(threads=threads, **limits)

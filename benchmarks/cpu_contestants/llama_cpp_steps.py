@@ -24,7 +24,10 @@ def make(job: dict) -> None:
     heads, kv_heads, hidden = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
     experts = config.get("num_experts")
     head_dim = config.get("head_dim") or hidden // heads
-    writer = gguf.GGUFWriter(str(Path(job["out"]) / _FILE), "qwen3moe" if experts else "llama")
+    architecture = "llama"
+    if experts:
+        architecture = "qwen3moe"
+    writer = gguf.GGUFWriter(str(Path(job["out"]) / _FILE), architecture)
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(hidden)
@@ -44,15 +47,20 @@ def make(job: dict) -> None:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     kinds = gguf.GGMLQuantizationType
     layers = kinds[job["precision"]]
-    head = "model.embed_tokens" if config.get("tie_word_embeddings") else "lm_head"
+    head = "lm_head"
+    if config.get("tie_word_embeddings"):
+        head = "model.embed_tokens"
     stacks: dict[str, dict[int, np.ndarray]] = {}  # of experts, those that were read
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "np") as file:
             for name in file.keys():
                 array = file.get_tensor(name).astype(np.float32)
-                of_head = kinds.F16 if layers == kinds.F16 else kinds.Q8_0
-                of_others = kinds.F32 if array.ndim == 1 or name.endswith(".mlp.gate.weight") else layers
-                kind = of_head if name == f"{head}.weight" else of_others
+                kind = layers
+                if name == f"{head}.weight":
+                    if layers != kinds.F16:
+                        kind = kinds.Q8_0  # as llama.cpp's own quantizer writes it
+                elif array.ndim == 1 or name.endswith(".mlp.gate.weight"):
+                    kind = kinds.F32
                 turned = {"q_proj": heads, "k_proj": kv_heads}.get(name.split(".")[-2])
                 if turned and not experts:
                     # a Llama's RoPE turns neighbours there, the checkpoint's the halves of a head
