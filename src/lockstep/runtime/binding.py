@@ -126,6 +126,7 @@ def lora_arrays(assembly: Assembly, network: Network) -> list[LoraArrays]:
     if slots is None:
         return []
     layers = assembly.layers[: len(network.layers)]
+    # Each block as the assembly names its tensors, and as it runs.
     pairs = [(layer.block, block) for layer, (block, _) in zip(layers, network.layers, strict=True)]
     pairs.append((assembly.exit_of(layers), network.exit))
     arrays = []

@@ -565,6 +565,7 @@ class Engine:
         needing_logits = self._needing_logits(step)
         next_advances: list[Advance] = []
         if model.async_scheduling:
+            # Before the tokens are known: the next step may be planned and launched while this one runs.
             self._computed(step)
             if not needing_logits and self._may_schedule_ahead(step):
                 self._scheduled_ahead = self._schedule()
@@ -573,6 +574,7 @@ class Engine:
         row_indices: list[int] = []
         logits: Sequence[np.ndarray] | np.ndarray = ()
         if needing_logits:
+            # The rows of a step are packed in the order of its shares: a share has one, and one for each draft token.
             ends = np.cumsum([advance.num_rows for advance in advances]).tolist()
             for share in needing_logits:
                 row_indices += range(ends[share] - advances[share].num_rows, ends[share])
@@ -584,14 +586,16 @@ class Engine:
         rows: list[np.ndarray | Sampled] = [
             Sampled(token, logprobs.get(slot)) for token, slot in zip(tokens.tolist(), slots)
         ]
-        for row_index, row_logits in zip(row_indices, logits):
+        for row_index, row_logits in zip(row_indices, logits):  # in place of the device's choice
             rows[row_index] = row_logits
         end = time.perf_counter()
         if not model.async_scheduling:
             self._collect_prompt_logprobs(step)
             self._computed(step)
         seconds = end - start
-        self._step_start = end if model.in_flight else None
+        self._step_start = None
+        if model.in_flight:  # the next step was launched during this one, so its time begins now
+            self._step_start = end
         if prompt_tokens:
             self.speed.prefill_tokens += prompt_tokens
             self.speed.prefill_seconds += seconds

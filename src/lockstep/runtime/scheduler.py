@@ -476,18 +476,23 @@ class Scheduler:
         """Admit waiting requests while there is room."""
         skipped: set[_Needs] = set()
         while (request := self._first_waiting(skipped)) is not None:
-            # Other siblings have been aborted.
+            # Siblings are the other choices of a request: they wait for its prompt, unless they were aborted.
             request.siblings = [sibling for sibling in request.siblings if sibling.status is Status.FORKING]
             if len(self.free_slots) <= len(request.siblings):
                 return
             if self._must_wait(request, blocked):
                 skipped.add(request.needs)
                 continue
-            prefix_pages = self.tables.pool.find(request.prefix) if self.tables.shares is not None else []
-            if not self._allocate(request, prefix_pages):
+            prefix_pages: list[int] = []
+            if self.tables.shares is not None:
+                prefix_pages = self.tables.pool.find(request.prefix)
+            is_allocated = self._allocate(request, prefix_pages)
+            if not is_allocated and prefix_pages and not self.tables.shares:
                 # A prefix that would be copied may itself hold the pages that are missing: try without it.
-                if not prefix_pages or self.tables.shares or not self._allocate(request, prefix_pages := []):
-                    return
+                prefix_pages = []
+                is_allocated = self._allocate(request, prefix_pages)
+            if not is_allocated:
+                return
             heapq.heappop(self._waiting[request.needs])
             self._num_waiting -= 1
             request.published = 0
