@@ -44,7 +44,7 @@ def find() -> str:
 
 
 class Browser:
-    """One page. `said` holds what it wrote to its console and what was refused by its policy."""
+    """One page. `said`: messages of its console, and violations of its policy."""
 
     def __init__(self, command: str, profile: Path, width: int = 1000, height: int = 800) -> None:
         theirs_in, self._out = os.pipe()
@@ -67,7 +67,7 @@ class Browser:
             os.close(fd)
         self._rest = b""
         self._number = 0
-        self._session: str | None = None  # None: what is asked is asked of the browser, not of its page
+        self._session: str | None = None  # None: commands go to the browser, not to its page
         self._context: str | None = None
         self.said: list[str] = []
         self.renew()
@@ -90,7 +90,7 @@ class Browser:
         self.wait("document.readyState === 'complete'")
 
     def run(self, code: str) -> Any:
-        """Return the value of a JavaScript expression; of a promise, what it resolves to."""
+        """Return the value of a JavaScript expression, or the value that a promise resolves to."""
         answer = self._ask("Runtime.evaluate", expression=code, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
@@ -124,7 +124,7 @@ class Browser:
         self._ask("Emulation.setEmulatedMedia", features=[scheme])
 
     def picture(self) -> bytes:
-        """Return what is seen now, as PNG."""
+        """Return a screenshot, as PNG."""
         return base64.b64decode(self._ask("Page.captureScreenshot", format="png")["data"])
 
     def tree(self) -> list[tuple[str, str]]:

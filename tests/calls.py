@@ -20,7 +20,7 @@ def call(
 ) -> subprocess.CompletedProcess:
     """Run `python -m module arguments` in `folder`, without the start of a process.
 
-    Returns what it ends with and prints.
+    Returns its exit status and output.
     """
     main = importlib.import_module(MAINS.get(module, module)).main
     out = io.StringIO()

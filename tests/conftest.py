@@ -79,7 +79,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen() -> None:
-    """Freeze what is there by now, so that no later collection walks it.
+    """Freeze all present objects, so that no later collection walks them.
 
     With torch and thousands of tests in the process each takes half a second, and hundreds of tests ask for one or make
     many objects.

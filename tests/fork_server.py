@@ -2,7 +2,7 @@
 
 Its import takes longer than most of what tests run in it.
 
-One server a test process, without the package: what it forks imports that of the checkout it runs in. It reads a
+One server a test process, without the package: its children import that of the checkout they run in. It reads a
 request a line from stdin, and answers each with the process's id, then with its exit code.
 """
 

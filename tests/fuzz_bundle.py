@@ -77,7 +77,7 @@ def values(document: Any, path: tuple = ()) -> Iterator[tuple[tuple, Any]]:
 
 
 def shape(path: tuple, document: Any) -> tuple:
-    """Return a path without what is one of many alike. Layers, slots, tensors, tokens: the first of each will do."""
+    """Return a path without repeated items: of layers, slots, tensors and tokens the first represents all."""
     named = {"slots", "tensors", "vocab", "isa", "engines"}
     return tuple(
         "*" if isinstance(key, int) or index and path[index - 1] in named else key for index, key in enumerate(path)

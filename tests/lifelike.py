@@ -1,7 +1,7 @@
 """Random weights whose activations have the statistics of trained ones.
 
 In: a transformers causal LM of any class, in float32, or its config. Out: the same model, or a checkpoint of it, with
-weights of a seed, and what was measured of it.
+weights of a seed, and its measured statistics.
 
 Trained decoders have a few channels of the residual stream that are 50 to 500 times the others, a first token that most
 heads attend to, and logits with a standard deviation of 3 to 8. Normal random weights have none of these, and so hide

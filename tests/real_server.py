@@ -38,7 +38,7 @@ def make_tree(folder: Path, demo: Results, **limits: int) -> Path:
 class RealServer:
     """A server that is ready.
 
-    `url`, and `line`: what it said of itself. Use as a context: it is ended with SIGTERM, and must then end by itself.
+    `url`, and `line`: its first line of output. Use as a context: it gets SIGTERM, and must then end by itself.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class RealServer:
     ) -> tuple[int, dict[str, str], bytes]:
         """Send a request; return status, headers (names in small letters) and body.
 
-        body: bytes, or what is sent as JSON.
+        body: bytes, or a value to send as JSON.
         """
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=seconds)
         try:

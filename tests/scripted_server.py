@@ -15,7 +15,7 @@ from typing import Any
 
 Step = float | str | bytes | dict[str, Any]
 # A request's body and its number to the steps of its answer: seconds to wait, text to send, an event, raw bytes. The
-# number counts from 0 and leaves out what is not a prompt.
+# number counts from 0 and counts prompts only.
 Script = Callable[[dict[str, Any], int], Iterator[Step]]
 END = b"0\r\n\r\n"  # the last chunk of an answer
 PIECE = 0.002  # seconds between two pieces of the usual answer
@@ -31,7 +31,7 @@ def words(body: dict[str, Any], number: int) -> Iterator[Step]:
 class ScriptedServer:
     """The server, and what became of its requests.
 
-    `bodies`: what was asked; `gone`: numbers of the requests whose client left before the end.
+    `bodies`: of requests; `gone`: numbers of the requests whose client left before the end.
     """
 
     def __init__(self, script: Script = words) -> None:

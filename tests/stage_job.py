@@ -15,7 +15,7 @@ from lockstep.targets import Results
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run a stage of a target, held to a lock where one is named last, and print what it made."""
+    """Run a stage of a target, with a lock if one is named last, and print its output files."""
     stage, name, config_file, root, *locks = arguments
     with guard():
         config = load(config_file)

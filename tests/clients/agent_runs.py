@@ -1,6 +1,6 @@
 """Agents by the libraries of `envs/agents.txt`, in whose environment this runs: `agents.py CLIENT URL`.
 
-Prints JSON: by check, what came of it. The first word of a check's name is that of what is expected.
+Prints JSON: {check: result}. The first word of a check's name is the expected result.
 """
 
 from __future__ import annotations

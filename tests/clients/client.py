@@ -19,7 +19,7 @@ def run_client(
 
     seconds: that it may take. work: the folder of its home and caches. Its temporary folder is another one: the path of
     a Unix socket is short.
-    Returns what it printed. Raises AssertionError with the end of that if it fails.
+    Returns its output. Raises AssertionError with the end of the output if it fails.
     """
     programs = Path(os.environ["LOCKSTEP_CLIENTS"], environment, "bin")
     proxies = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), NOWHERE)

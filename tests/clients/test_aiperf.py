@@ -1,4 +1,4 @@
-"""NVIDIA's aiperf, unchanged, against `lockstep serve`: what it exports of its run."""
+"""NVIDIA's aiperf, unchanged, against `lockstep serve`: the files that it exports of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A generator of clients, unchanged, on /openapi.json of `lockstep serve`: what it makes reads and refuses bodies."""
+"""A generator of clients, unchanged, on /openapi.json of `lockstep serve`: generated models read and reject bodies."""
 
 from __future__ import annotations
 

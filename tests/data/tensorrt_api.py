@@ -39,7 +39,7 @@ for name, value in vars(module).items():
 
 
 def counts(name: str, text: str | None) -> str:
-    """Return "(1,2)" for a function that takes one or two arguments, by pybind11's docstring; "" for what is none."""
+    """Return "(1,2)" for a function that takes one or two arguments, by pybind11's docstring; "" for other objects."""
     function = name.rpartition(".")[2] if "." in name else "__init__"
     arities: set[int] = set()
     for line in (text or "").splitlines():

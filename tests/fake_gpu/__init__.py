@@ -2,7 +2,7 @@
 
 `installed` puts it in place; tests take it by the fixture `gpu`.
 
-What is imitated, strictly:
+Imitated, strictly:
 
 - Memory (`device`). Addresses lie outside of host memory, each access is held against the allocations, new and freed
   memory is full of NaN, and no address is given out twice. Page-locked host memory is read when a copy runs, other host
@@ -16,7 +16,7 @@ What is imitated, strictly:
 - Several devices (`device`), where a test asks for them: kernels and engines run where they were loaded.
 - Kernels (`kernels`) and cuDNN's attention over pages (`cudnn`), in NumPy. What cuDNN spoils is NaN.
 
-What is not: TensorRT's builder, inspector and timing cache (`TensorRTBackend.build` is replaced), the precision of its
+Not imitated: TensorRT's builder, inspector and timing cache (`TensorRTBackend.build` is replaced), the precision of its
 kernels, whether NVRTC compiles a source, and speed. (`host_block.h` runs the source of a kernel, compiled for the host,
 apart from this GPU.)
 """
@@ -145,7 +145,7 @@ def _restore(name: str, module: ModuleType) -> None:
 
 
 def _reload_in_polygraphy() -> None:
-    """Let Polygraphy's lazy imports of TensorRT, which keep what they found, look again."""
+    """Let Polygraphy's lazy imports of TensorRT, which are cached, be resolved once more."""
     for module in [module for path, module in sys.modules.items() if path.startswith("polygraphy.")]:
         lazy = vars(module).get("trt")
         if type(lazy).__name__ == "LazyModule":

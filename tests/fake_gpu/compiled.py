@@ -81,7 +81,7 @@ def flat(text: str, files: Mapping[str, str]) -> str:
 
 
 def source(text: str, name: str, kind: int = 1) -> str:
-    """What is compiled of a module for one kernel, which is called `run`. kind: `KIND` of numbers.cuh."""
+    """Return the source of one kernel of a module, renamed `run`. kind: `KIND` of numbers.cuh."""
     flat = text.replace("\\\n", " ")
     threads, parameters = _declared(flat, name)
     listed = ", ".join(parameters)

@@ -38,7 +38,7 @@ class Waits(Exception):
 class Gpu:
     """The memory and streams of `devices` devices, which share their addresses.
 
-    total: bytes of memory; faults: what was wrong where nothing could be raised; names: of devices that are no "fake";
+    total: bytes of memory; faults: errors where nothing could be raised; names: of devices that are no "fake";
     unreachable: pairs of devices without access to each other; room: bytes that a device has yet, of those that have
     less than the others.
     """
@@ -220,7 +220,7 @@ class Gpu:
         return (ERRORS.cudaSuccess,)
 
     def _one(self, queue: list[Callable[[], None]]) -> bool:
-        """Do what is first in a stream; False where it waits."""
+        """Run the first operation of a stream; return False if it waits."""
         work = queue.pop(0)
         try:
             work()
@@ -316,5 +316,5 @@ class Gpu:
         return (ERRORS.cudaSuccess,)
 
     def wait(self, event: list):
-        """What is after it in its stream stays to be done."""
+        """Later operations of its stream remain."""
         return self._work(event[0], lambda: event[1] is not None)

@@ -1,4 +1,4 @@
-"""This project's kernels in NumPy, by name: what each reads and writes, and what it refuses."""
+"""Lockstep's kernels in NumPy, by name: inputs, outputs and rejected arguments of each."""
 
 from __future__ import annotations
 
@@ -463,7 +463,7 @@ def gemv(gpu: Gpu, blocks: int, k: SimpleNamespace, bits: int, outputs: int, max
 
 
 def few_rows(gpu: Gpu, blocks: int, k: SimpleNamespace, max_rows: int) -> None:
-    """What few_rows.cu says. In float64, as the library is: what is rounded does not depend on the order."""
+    """few_rows.cu in float64, as the library: so rounding does not depend on the order."""
     if blocks != -(-k.out_features // 32) * -(-k.rows // max_rows) or k.shared != 4 * (32 + max_rows) * 256 * 2:
         raise Fault(f"few_rows: {blocks} blocks with {k.shared} bytes for {k.rows} rows of {k.out_features} outputs")
     if k.in_features % 8 or k.weight % 16 or k.x % 16:

@@ -1,6 +1,6 @@
 """The demo's graphs and weights for the tests on a GPU, and which of these run here.
 
-LOCKSTEP_DEMOS names a folder in which they were made before, on this machine or another; what it lacks is made there.
+LOCKSTEP_DEMOS names a folder in which they were made before, on this machine or another; missing ones are made there.
 """
 
 from __future__ import annotations

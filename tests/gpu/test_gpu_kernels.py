@@ -1,4 +1,4 @@
-"""The kernels of our own, on a GPU: what they write, and what they leave alone."""
+"""Lockstep's kernels on a GPU: what they write, and that they write nothing else."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class Pod:
 class PodServer:
     """Use as a context. claims: folders by the claim's name. image: environment variables of the image.
 
-    made: all jobs that were ever made. refused: messages of what was not taken. asked: resources and verbs of all
+    made: all jobs that were ever made. refused: messages of rejected requests. asked: resources and verbs of all
     calls, as a Role names them.
     """
 

@@ -27,7 +27,7 @@ KUSTOMIZED = sorted(path.parent for path in MANIFESTS.rglob("kustomization.yaml"
 
 
 def validate(documents: Any, version: str) -> list[str]:
-    """Check what is Kubernetes' own, with fields that no schema has as errors; gives the kinds that were checked."""
+    """Check objects of Kubernetes itself, with unknown fields as errors; return the kinds that were checked."""
     checked = [document for document in documents if document["kind"] not in ELSEWHERE]
     for document in checked:
         kubernetes_validate.validate(document, version, strict=True)

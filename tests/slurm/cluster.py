@@ -21,7 +21,7 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scance
 SEARCH = os.pathsep.join([os.environ["PATH"], "/usr/sbin", "/sbin"])
 
 # config_overrides: the nodes have the memory that is written here, whatever the machine has. OverMemoryKill: a job is
-# killed by what it holds, looked at each second; it needs no cgroups, and so no root.
+# killed when its memory, read each second, exceeds the limit; it needs no cgroups, and so no root.
 _SLURM = """
 ClusterName=lockstep
 SlurmctldHost={host}(127.0.0.1)

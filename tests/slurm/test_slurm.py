@@ -155,7 +155,7 @@ def started(checkout: Checkout, *arguments: str) -> Iterator[Run]:
 
 
 def finish(checkout: Checkout, *arguments: str) -> str:
-    """Run it on the cluster to its end; gives what was printed.
+    """Run it on the cluster to its end; return its output.
 
     In its own process: a forked one knows the plugins of the folder that its server was started with.
     """
@@ -184,7 +184,7 @@ def running(cluster: Cluster, rule: str) -> str:
 
 
 def check_made(checkout: Checkout, local: Checkout, target: str = GOLDEN) -> None:
-    """What was made is what a machine without Slurm makes, to the byte, and nothing else was left."""
+    """Artefacts equal those of a machine without Slurm, to the byte, and nothing else is left."""
     digests = checkout.digests()
     expected = local.digests()
     assert target.removeprefix("results/") in digests

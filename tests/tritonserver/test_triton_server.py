@@ -190,7 +190,7 @@ def test_sigterm_lets_requests_finish_and_leaves_nothing(references: Results, tm
         while not triton.backing("/status")["running"]:
             time.sleep(0.005)
         assert triton.stop() == 0
-        # Triton waits for what it takes for running: a request that failed must not be.
+        # Triton waits for requests in progress: a failed one must not count.
         assert not triton.unfinished
         thread.join(60)
         assert len(answers[0]) > 1

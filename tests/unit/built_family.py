@@ -26,7 +26,7 @@ def built_family(shared: Shared, family: str, precision: str = "fp32") -> Path:
 
 
 def build_family(root: Path, family: str, precision: str, **settings: Any) -> None:
-    """Make what is in the folder; the tests on a GPU ask for it in the Python that has torch, and in 16 bits.
+    """Make the files of the folder; the tests on a GPU ask for it in the Python that has torch, and in 16 bits.
 
     settings: of the checkpoint's config.json.
     """

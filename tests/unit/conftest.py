@@ -131,7 +131,7 @@ def each_tokenizer_is_loaded_once(monkeypatch: pytest.MonkeyPatch, tmp_path_fact
     def load(folder: Path) -> tokenizer_file.TokenizerOfTransformers:
         paths = map(folder.joinpath, sorted({*SIDE_FILES} - {"config.json"}))
         files = tuple(sha256_file(path) if path.is_file() else "" for path in paths)
-        files += (str(read_json(folder / "config.json").get("model_type")),)  # what it says to AutoTokenizer
+        files += (str(read_json(folder / "config.json").get("model_type")),)  # AutoTokenizer reads it
 
         def make(place: Path) -> None:
             (place / "loaded.pickle").write_bytes(pickle.dumps(tokenizer_file.load_as_transformers(folder)))

@@ -1,7 +1,7 @@
 """A model that says what a test tells it to, with any tokenizer.json.
 
 It is a GPT-2 without weights but for its positions: each is its own direction, and the head gives each token the
-positions that it is to follow. What is between is zero.
+positions that it is to follow. The rest is zero.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def write(
 
     script: the token that follows a position (from 0), or several, the likeliest first: a greedy answer to a prompt of
     n tokens begins with `script[n - 1]`. tokenizer_config: of a tokenizer_config.json. config: keys of config.json. A
-    token must not follow more than half of the positions: the final norm takes off what is the same at all. There are
+    token must not follow more than half of the positions: the final norm removes the common part. There are
     at least twice as many positions as the script has.
     """
     folder.mkdir(parents=True, exist_ok=True)

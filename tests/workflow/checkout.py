@@ -147,7 +147,7 @@ class Checkout:
         )
 
     def finish(self, *arguments: str) -> str:
-        """Run all of it on two cores; gives what was printed."""
+        """Run all of it on two cores; return its output."""
         process = self.snakemake("--cores", "2", *arguments)
         return process.stdout + process.stderr
 

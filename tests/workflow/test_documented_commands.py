@@ -57,7 +57,7 @@ WORDS = {
 
 
 def commands(page: Path) -> list[str]:
-    """Return the commands of a page that run here, without what is said next to them."""
+    """Return the commands of a page that run here, without their comments."""
     text = re.sub(r"\\\n\s*", " ", page.read_text(encoding="utf-8"))
     results = [re.sub(r"\s+(#.*|&\s*(#.*)?)$", "", match) for match in COMMAND.findall(text)]
     return [command for command in results if not any(part in command for part in ELSEWHERE)]

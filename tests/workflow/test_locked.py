@@ -1,4 +1,4 @@
-"""Runs that are held to a lock: nothing else than what is locked, and the first difference named."""
+"""Runs with a lock: only locked results, and the first difference is named."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_engines_of_the_cache_that_are_not_the_locked_ones_are_built_instead(
     locked.call("lockstep", "verify")
     output = build()
     assert line in output and "differs" not in output, (
-        "what was built is in the cache, in the place of what is not locked"
+        "the built files are in the cache, instead of those that are not locked"
     )
     assert locked.digests() == before
 

@@ -125,7 +125,7 @@ def only_one_target(config: dict) -> None:
 
 @pytest.mark.long
 def test_a_prefix_holds_for_jobs_and_locks(tmp_path: Path, filled_cache: Path) -> None:
-    """Not for the rules' paths alone: what a job writes by itself, and what is looked at before a run, lies there."""
+    """Not only the rules' paths: files that a job writes by itself, or that are read before a run, are there, too."""
     cache = shutil.copytree(filled_cache, tmp_path / "cache")  # which has graphs, engines and references already
     checkout = outer(tmp_path, "sub/", lambda config: only_one_target(config) or config.update(cache=str(cache)))
     folder = tmp_path / "sub/results/demo-llama"

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.long, pytest.mark.workflow, pytest.mark.exports]
 
 @pytest.fixture(scope="module")
 def program(wheel: Path) -> Path:
-    """`lockstep` of a new environment that has the wheel; what it depends on is this interpreter's."""
+    """`lockstep` of a new environment that has the wheel; its dependencies are this interpreter's."""
     venv = wheel.parent / "venv"
     subprocess.run([sys.executable, "-m", "venv", venv], check=True)
     site = next(venv.glob("lib/*/site-packages"))
@@ -47,7 +47,7 @@ class Stranger:
         self.variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
 
     def __call__(self, *arguments: str, code: int = 0) -> str:
-        """Run a command; returns what it printed, or its error line."""
+        """Run a command; return its output, or its error line."""
         done = subprocess.run(
             [self.program, *arguments], cwd=self.folder, env=self.variables, capture_output=True, text=True, timeout=900
         )
@@ -82,7 +82,7 @@ def flip(path: Path, offset: int) -> None:
 
 
 def change_payload(path: Path) -> str:
-    """Change a character of what is signed in a file; return what the file was."""
+    """Change a character of the signed part of a file; return the file's text before."""
     text = path.read_text()
     envelope = json.loads(text)
     payload = (envelope.get("dsseEnvelope") or envelope)["payload"]

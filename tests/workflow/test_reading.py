@@ -25,7 +25,7 @@ def in_the_future(path: Path) -> None:
     os.utime(path, (time.time() + 3600,) * 2)
 
 
-# Kind of damage: what it does to the results, and the rules that a run makes again for it.
+# Kind of damage: its change of the results, and the rules that a run makes again for it.
 DAMAGES = {
     "lost engine": lambda results: (results / FP32 / "engines/onnxruntime/middle.onnx").unlink(),
     "truncated weights": lambda results: os.truncate(results / FP32 / "weights.safetensors", 1000),

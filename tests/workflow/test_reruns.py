@@ -22,7 +22,7 @@ def test_a_first_run_makes_each_result_once(fresh: Checkout) -> None:
 
 @pytest.fixture(scope="module")
 def planned(finished: Checkout, tmp_path_factory: pytest.TempPathFactory) -> Checkout:
-    """A copy of the finished run, of which a test restores what it changes."""
+    """A copy of the finished run; a test restores the files that it changes."""
     return finished.copy(tmp_path_factory.mktemp("planned") / "checkout")
 
 
@@ -36,7 +36,7 @@ def prompts(config: dict) -> list:
 
 CHECKS = Counter(validate=2, golden=2, served=2)
 ALL = Counter(convert=1, export=1, build=1, compare=1, reference=2) + CHECKS
-# What is changed in the config, and the jobs that a run then makes.
+# A change of the config, and the jobs of the next run.
 CHANGES = {
     "a layer count": (
         lambda config: config["models"][MODEL]["layers"].append(3), Counter(reference=1, validate=1, golden=1, served=1)

@@ -12,7 +12,7 @@ from lockstep.artifacts.files import sha256_file
 from lockstep.provenance.cache import Cache
 
 MODEL = "demo-llama"
-# What is made of weights and graphs.
+# Artefacts made of weights and graphs.
 MADE = {"convert": ["fp32"], "export": ["fp32"], "build": ["fp32/onnxruntime"], "reference": ["2", "all"]}
 TARGETS = [
     f"results/{MODEL}/{name}"

@@ -64,7 +64,7 @@ def looks_like_a_dummy(checkout: Checkout, name: str) -> None:
 
 
 def results(checkout: Checkout) -> dict[str, str]:
-    """Digests of what is there, but the config's, which every run writes."""
+    """Digests of all files but the config, which every run writes."""
     return {name: digest for name, digest in checkout.digests().items() if not name.startswith("config.")}
 
 
@@ -94,7 +94,7 @@ def two_devices(first_run: Checkout, tmp_path_factory: pytest.TempPathFactory) -
         node(checkout, name).finish("--config", f"device={name}")
         assert engines(checkout, name).is_file()
         assert not node(checkout, name).would_run("--config", f"device={name}")
-    # What is left needs no device.
+    # The rest needs no device.
     assert set(checkout.would_run()) <= {"summary"}
     checkout.finish()
     checkout.run("lockstep", "lock")

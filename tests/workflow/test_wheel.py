@@ -34,7 +34,7 @@ def python(*arguments: str, folder: Path, check: bool = True, **variables: str) 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of a copy of the repository, for setuptools leaves files beside what it builds from."""
+    """The wheel of a copy of the repository, because setuptools leaves files in the folder it builds from."""
     folder = tmp_path_factory.mktemp("wheel")
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for part in ("src", "benchmarks", "tests", "config", "envs", "profiles", "resources", "workflow"):
@@ -57,7 +57,7 @@ def sdist(wheel: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path) -> Path:
-    """A folder that holds the installed wheel; what it depends on is this interpreter's."""
+    """A folder that holds the installed wheel; its dependencies are this interpreter's."""
     target = wheel.parent / "installed"
     python(*PIP, "install", "--no-deps", "--no-index", "--target", str(target), str(wheel), folder=wheel.parent)
     return target
@@ -145,7 +145,7 @@ def test_each_python_installs_wheel_and_sdist_and_runs_engines_without_torch(
     )
     subprocess.run([programs / "python", "-c", code], check=True)
     finished.call("lockstep", "bundle", TARGET, "--weights", "--out", str(tmp_path / "demo.tar"))
-    if version != "3.10":  # what the engines were built with is not to be had for it
+    if version != "3.10":  # the engines' libraries do not exist for it
         pin = f"onnxruntime=={read_pins()['onnxruntime']}"
         subprocess.run([programs / "python", *PIP, "install", pin], check=True)
     command = [programs / "lockstep", "generate", "demo.tar", "--prompt", "San Francisco is a", "--max-new-tokens", "8"]
@@ -158,7 +158,7 @@ def test_each_python_installs_wheel_and_sdist_and_runs_engines_without_torch(
 
 
 TARGET = "demo-llama/fp32/all"
-# What each command needs beside pyproject's `dependencies`, and arguments with which it comes to need it.
+# What each command needs besides pyproject's `dependencies`, and arguments with which it needs it.
 NEEDS = {
     "init": ("workflow", ("random:config.json",)), "run": ("workflow", ()),
     "doctor": ("workflow", ()), "summary": ("workflow", ()), "report": ("workflow", ()), "targets": ("workflow", ()),

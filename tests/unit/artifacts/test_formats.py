@@ -1,4 +1,4 @@
-"""The entries of each manifest as they stand in its file: other keys would be another format, and other digests."""
+"""The entries of each manifest in its file: other keys would be another format, and other digests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Documents that are what their dataclass says: what is read, what is refused and where, what is left out."""
+"""Documents described by dataclasses: values that are read, errors with their place, entries that are omitted."""
 
 from __future__ import annotations
 

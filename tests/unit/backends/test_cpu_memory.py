@@ -75,7 +75,7 @@ def test_weights_are_in_memory_once(tmp_path: Path) -> None:
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
     onnx.save(model, tmp_path / "engine.onnx")
     engine = OnnxRuntimeBackend().load(tmp_path / "engine.onnx", [io_of(value) for value in inputs], None, False)
-    np.empty(30 * MIB, np.uint8)  # freed at once: from here on glibc takes what is smaller from its heap
+    np.empty(30 * MIB, np.uint8)  # freed at once: from here on glibc takes smaller arrays from its heap
     began = resident_bytes()
     executable = engine.bind(weights, {name: [f"{name}.a", f"{name}.b"] for name in names})
     nbytes = resident_bytes() - began

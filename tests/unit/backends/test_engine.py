@@ -36,7 +36,7 @@ def copied(demo, tmp_path):
 
 
 def stamps(folder):
-    """What changes when a file is written again, by name."""
+    """Return the inode and time of each file, by name, which change when it is rewritten."""
     return {path.name: path.stat().st_ino for path in folder.iterdir() if path.name != "engines.json"}
 
 
@@ -376,7 +376,7 @@ def test_a_slot_of_several_tensors_holds_them_one_after_another(fused, low_memor
     run()
     expected = np.concatenate([weights["a"], weights["b"]])
     np.testing.assert_array_equal(out, hidden @ expected.T)
-    hidden[:] = [[0, 3, 0, 0]]  # a prepared call reads its buffers anew each time
+    hidden[:] = [[0, 3, 0, 0]]  # a prepared call reads its buffers at each call
     run()
     np.testing.assert_array_equal(out, hidden @ expected.T)
 
@@ -509,7 +509,7 @@ def test_a_rewritten_graph_that_computes_something_else_is_refused():
                                    "y = Gemm<transB = 1>(hidden, v)  z = Gemm<transB = "
 "1>(hidden, w)"], ids=["rows", "weights"])  # fmt: skip
 def test_large_weights_differ_in_every_row_and_from_each_other(wrong):
-    """What they are filled with repeats: rows, and weights, that change places must show all the same."""
+    """Their values repeat, so rows and weights that change places must still show."""
     text = """<ir_version: 10, opset_import: ["": 20]> g (float[num_tokens, 1024] hidden, float[3072, 1024] w, float[3072, 1024] v) => (float[num_tokens, 3072] y, float[num_tokens, 3072] z)
     <int64[2] rows = {1024, 2048}> { BODY }"""  # noqa: E501
     model = onnx.parser.parse_model(

@@ -228,7 +228,7 @@ def test_engines_hold_no_weights(opened, precision):
     results, name, engines = opened(precision)
     for file in sorted(engines.parent.glob("*.zip")):
         with zipfile.ZipFile(file) as archive:
-            # a weight of the demo has 20,000 numbers; angles of RoPE and shapes are what is left
+            # a weight of the demo has 20,000 numbers; angles of RoPE and shapes have fewer
             assert archive.getinfo("model.bin").file_size < 2000
             assert str(results.root).encode() not in archive.read("model.xml")
     weights = Weights.open(results.weights(name, precision))

@@ -1,4 +1,4 @@
-"""Benchmarks: contestants agree on a tiny shape, what is missing is said first."""
+"""Benchmarks: contestants agree on a tiny shape; missing packages are reported first."""
 
 import numpy as np
 import pytest

@@ -303,7 +303,7 @@ def test_batches_takes_small_weights_and_keeps_their_record_apart(case: Here) ->
 
 
 def batches_of(case: Here, opened: Callable[..., lockstep.Model]) -> tuple[Result, dict[str, Any]]:
-    """Run the command with a model that `opened` opens; what it printed, and its record."""
+    """Run the command with a model that `opened` opens; return its result and its record."""
     started = STARTS["batches"][0](case)
     case.smaller(batches, CHUNKS=(16, 70), LIMITS={"max_batch_size": 4, "max_num_tokens": 128, "max_seq_len": 128})
     case.smaller(batches.Model, open=opened)

@@ -33,7 +33,7 @@ def test_a_short_run_finds_nothing_and_asks_everything(
     demo: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(soak, "KILLS_EVERY", 6.0)  # one kill, after 3 s
-    # A run so short may have the first restart, and what it loads, in its last third: 12 MiB on a busy machine.
+    # A run so short may have the first restart, and its loading, in its last third: 12 MiB on a busy machine.
     monkeypatch.setattr(soak, "SLACK", 32 << 20)
     monkeypatch.setattr(soak, "WARM_UP", 4.0)
     tree = make_tree(tmp_path / "results", demo)

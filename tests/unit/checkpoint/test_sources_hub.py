@@ -1,6 +1,6 @@
-"""`hf:` sources against a hub of one's own: what is requested, what is kept, and one line for each way it can fail.
+"""`hf:` sources with a local hub: requests, files that are kept, and one line for each failure.
 
-In a process of its own where requests are counted or the process is ended; else in this one, which spares the imports.
+In a child process where requests are counted or the process is ended; else in this one, which spares the imports.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class User:
             for name, value in self.environment(**environment).items():
                 patch.setenv(name, value)
             patch.chdir(self.folder)
-            importlib.reload(constants)  # where huggingface_hub keeps what it read from its environment
+            importlib.reload(constants)  # where huggingface_hub caches its environment
             lock_file = find_lock("m", [Path()]) if locked else None
             fetch(source, Path("results/m/source.json"), **fetch_terms(config, "m", lock_file))
         return Fetched.load(self.out)
@@ -214,9 +214,7 @@ def test_locked_the_locked_commit_is_taken_wherever_the_branch_is(user: User, hu
     )
     user.out.unlink()
     assert user.fetch(f"hf:{NAME}@main", 2).commit == second
-    assert user.fetch(f"hf:{NAME}@main", 2, True).commit == first, (
-        "what was fetched before without the lock is not taken"
-    )
+    assert user.fetch(f"hf:{NAME}@main", 2, True).commit == first, "files fetched before without the lock are not used"
 
 
 def test_locked_another_commit_is_refused_before_its_weights_come(user: User, hub: HubServer) -> None:

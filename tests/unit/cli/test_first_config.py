@@ -1,4 +1,4 @@
-"""`lockstep init`: a config that works as it is, of each kind of source; `lockstep doctor`: what it is chosen by."""
+"""`lockstep init`: a config that works unchanged, of each kind of source; `lockstep doctor`: the facts for choosing."""
 
 from __future__ import annotations
 

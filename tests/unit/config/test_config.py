@@ -1,4 +1,4 @@
-"""The config's types: what is accepted, and the one line that each mistake gives."""
+"""The config's types: accepted values, and the line for each mistake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is generated from the config's classes: the schema, the README, and the demo config beside them."""
+"""Files generated from the config's classes: the schema, the README, and the demo config."""
 
 from __future__ import annotations
 

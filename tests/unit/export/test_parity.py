@@ -1,4 +1,4 @@
-"""The export's numeric gate: it passes what is right, and catches each fault that a split could have."""
+"""The export's numeric gate: it passes right graphs, and catches each fault that a split could have."""
 
 import dataclasses
 import gc
@@ -256,7 +256,7 @@ def test_a_fault_in_the_export_is_a_refusal_that_says_so(assembled):
 def test_a_model_that_traces_without_complaint_but_attends_otherwise_is_refused(tmp_path, monkeypatch):
     attention = modeling_llama.eager_attention_forward
 
-    # what the attention interface is told is not what is done
+    # attention differs from the arguments of the interface
     def sharper(module, query, key, value, attention_mask, scaling, **options):
         return attention(module, query, key, value, attention_mask, scaling * 1.05, **options)
 

@@ -1,4 +1,4 @@
-"""w8a16 and w4a16: what is quantised, to which bytes, that engines say what the dequantised weights say, and the faults
+"""w8a16 and w4a16: which tensors are quantised, to which bytes; engines equal the dequantised weights; and the faults
 that would show."""
 
 from __future__ import annotations
@@ -302,7 +302,7 @@ def run(graph: onnx.ModelProto, hidden: np.ndarray) -> np.ndarray:
     return open_session(graph.SerializeToString()).run(None, {"x": hidden})[0]
 
 
-# Planted faults: of the weights' file, of the graphs and of what is bound to what.
+# Planted faults: of the weights' file, of the graphs and of bindings.
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)

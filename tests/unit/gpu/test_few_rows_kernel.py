@@ -1,4 +1,4 @@
-"""Tensor-core kernels of our own, compiled for the host: the source that a GPU runs, beside NumPy."""
+"""Lockstep's tensor-core kernels, compiled for the host from the GPU's source, compared with NumPy."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """Kernels compiled in blocks of so many threads."""
+    """Kernels compiled with this number of threads a block."""
     folder = tmp_path_factory.mktemp("kernel")
 
     @functools.cache
@@ -300,7 +300,7 @@ def test_rows_of_experts_are_accumulated_in_order(library, kernel, dtype, tile_r
 )
 @pytest.mark.parametrize(("tile_rows", "threads", "outputs"), TILES[:3])
 def test_rows_of_experts_are_accumulated_in_groups(library, kernel, dtype, tile_rows, threads, outputs):
-    """Of 32 columns as two of 16, of which each lane has some that lie beside each other; then times the scale."""
+    """GEMM over 32 columns as two of 16, of which each lane has contiguous ones; then times the scale."""
     outs = 40
     columns = 320
     group = 32 if kernel == "e2m1" else 64

@@ -1,4 +1,4 @@
-"""The tests of `tests/gpu`, on the fake GPU: whoever has no GPU sees that these tests say what they mean."""
+"""The tests of `tests/gpu`, on the fake GPU: without a GPU this shows that the tests themselves are right."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "gpu"
 
 @pytest.fixture(autouse=True)
 def installed(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Install the fake GPU of the test's backend; what has none runs without TensorRT."""
+    """Install the fake GPU of the test's backend; tests without a backend run without TensorRT."""
     backend = getattr(request.node, "callspec", SimpleNamespace(params={})).params.get("backend", "cuda")
     with fake_gpu.installed(name=backend) as gpu:
         yield

@@ -1,4 +1,4 @@
-"""The kernel that chooses tokens, compiled for the host: the source that a GPU runs, beside step/logits_pipeline.py."""
+"""The kernel that chooses tokens, compiled for the host from the GPU's source, against step/logits_pipeline.py."""
 
 from __future__ import annotations
 

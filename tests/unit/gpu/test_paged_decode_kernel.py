@@ -69,7 +69,7 @@ def address(array: np.ndarray) -> ctypes.c_void_p:
     ],
 )
 def test_rows_attend_to_what_their_pages_hold(tmp_path, kv_heads, group, sizes, lengths, shares, more):
-    """As on a GPU (tests/gpu/test_gpu_kernels.py): what is behind a row's tokens is NaN."""
+    """As on a GPU (tests/gpu/test_gpu_kernels.py): the cache after a row's tokens is NaN."""
     spec = SimpleNamespace(**decoding(group=group, kv_heads=kv_heads, dim=sizes[0], value_dim=sizes[1]))
     vars(spec).update({"sinks": False, "fp8": False} | more)
     head_group = min(group, 4 if spec.head_dim > 128 else 8)

@@ -121,7 +121,7 @@ PROGRAMS = {"lockstep": lockstep, "python -m benchmarks": bench, "make faults": 
 COMMAND = re.compile(r"(?:^|[\s;&/])(lockstep|python -m benchmarks) ([a-z][\w-]*[^|&;#]*)")
 FAULTS = re.compile(r'(make faults) ARGS="([^"]*)"')
 LINE = re.compile(r"^[ $]*\S*(?:lockstep|python -m benchmarks) .*$", re.MULTILINE)
-# What is no longer there is named by the changelog, and by records, which stay as they were written.
+# The changelog and records name files that are gone: they stay as they were written.
 OF_TODAY = [page for page in PAGES if RECORDS not in page.parents]
 
 

@@ -1,4 +1,4 @@
-"""A program, a notebook, a batch file and a fine-tune run on the demo; the compose file names what is there."""
+"""A program, a notebook, a batch file and a fine-tune run on the demo; the compose file names existing files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CITY = " hilly city on the coast of California, where cool"
 
 
 def run(folder: Path, *arguments: object) -> str:
-    """Run Python in a folder, and return what it prints."""
+    """Run Python in a folder; return its output."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True, text=True).stdout

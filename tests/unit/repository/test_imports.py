@@ -20,7 +20,7 @@ LAYERS = (
     "config", "checkpoint", "weights", "onnx_tools", "export", "step", "backends", "runtime", "verify", "certify",
     "stages", "provenance", "bundle", "publish", "report", "workflow", "cli", "__main__",
 )  # fmt: skip
-# What traces, and what is compared with. Nothing else may need torch to be installed.
+# Tracing, and references for comparison. Nothing else may need torch.
 TORCH = tuple(
     f"lockstep/{place}"
     for place in (
@@ -223,7 +223,7 @@ def test_a_checkout_that_is_not_installed_has_all_plug_ins() -> None:
         "from lockstep.plugins import backend_packages, entry_points\n"
         "print(*backend_packages(), *entry_points('server'), *entry_points('protocols'))"
     )
-    command = [sys.executable, "-S", "-c", code, str(SOURCES)]  # without what is installed
+    command = [sys.executable, "-S", "-c", code, str(SOURCES)]  # without installed packages
     names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     assert names == ["cuda", "onnxruntime", "openvino", "tensorrt", "tensorrt_rtx", "open_server", "triton"]
 

@@ -86,7 +86,7 @@ def test_probes_answer_without_a_key(server: RealServer, probe: str) -> None:
 
 
 def test_readiness_and_liveness_ask_for_different_things() -> None:
-    """What is not ready gets no requests; only what is not live is ended."""
+    """A pod that is not ready gets no requests; only one that is not live is ended."""
     paths = [SERVER[probe]["httpGet"]["path"] for probe in ("readinessProbe", "livenessProbe", "startupProbe")]
     assert paths == ["/health/ready", "/health/live", "/health/live"]
 

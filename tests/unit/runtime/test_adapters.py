@@ -130,7 +130,7 @@ def test_a_name_that_comes_to_mean_another_adapter_reuses_nothing(lora: Results)
     model.adapters.add(other)
     hits = engine.prefix_hits
     assert [output.token for output in engine.run([Request(prompt, 9, adapter="captain")])] == expected
-    assert engine.prefix_hits == hits + 64, "what has the same content is the same adapter"
+    assert engine.prefix_hits == hits + 64, "adapters with equal content are one"
 
 
 @pytest.mark.long
@@ -442,7 +442,7 @@ def test_a_folder_that_changes_later_changes_no_answer(lora: Results, tmp_path: 
         opened(lora, adapters_json=manifest)
 
 
-# --- what is no plain LoRA of this base ---
+# --- adapters that are no plain LoRA of this base ---
 
 
 def refused(lora: Results, folder: Path, max_lora_rank: int = 16, targets: Any = None) -> str:
@@ -558,7 +558,7 @@ def test_rank_stabilised_scales_and_half_precision_are_read(lora: Results) -> No
 
 
 def test_modules_may_have_ranks_and_scales_of_their_own(lora: Results, tmp_path: Path) -> None:
-    """Engines say what they say of a plain adapter whose matrices hold the same products; names match as in PEFT.
+    """Engines give the results of a plain adapter whose matrices have the same products; names match as in PEFT.
 
     The one was trained in a model of text and images around this one.
     """

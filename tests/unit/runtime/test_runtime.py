@@ -15,7 +15,7 @@ from lockstep.targets import Results
 from lockstep.weights import Weights
 
 # Largest error of logits of standard deviation 1. fp32: sums of some hundred products in another order, 1e-6 seen.
-# fp16: weights are the rounded ones on both sides; what is left is rounding of the values between engines, 2**-11 each,
+# fp16: weights are the rounded ones on both sides; the rest is rounding of the values between engines, 2**-11 each,
 # 3e-3 seen.
 TOLERANCE = {"fp32": 2e-5, "fp16": 2e-2}
 

@@ -56,7 +56,7 @@ def test_a_prefix_that_is_reused_gives_the_bits_of_one_that_is_computed(demo):
         cached = model.tables.pool.num_cached
         engine.add(request)
         engine.step()
-        # all but the first compute what is after the prefix only; of the second prompt just its last token is left
+        # all but the first compute tokens after the prefix only; of the second prompt just its last token is left
         assert (model.length(0) >= 2 * CHUNK) and (cached > 0) == (number > 0)
         with_logits(engine)
         assert pool.num_available == pool.num_pages

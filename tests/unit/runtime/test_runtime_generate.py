@@ -114,7 +114,7 @@ def test_a_full_slot_ends_the_request(demo, tokenizer):
     count = len(tokenizer.encode(PROMPTS[0]))
     generation = generate(model, tokenizer, PROMPTS[:1], 50)
     assert texts(generation, 1)[1] == ["max_seq_len"]
-    assert len(generation.tokens[0]) == 10 - count + 1  # the last needs no place of its own
+    assert len(generation.tokens[0]) == 10 - count + 1  # the last one is not written to the cache
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

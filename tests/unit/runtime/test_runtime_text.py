@@ -155,7 +155,7 @@ def filtered(stop, pieces):
         (["."], ["One.", " Two."], ("One", True)),
         (["END"], ["a E", "N", "D b"], ("a ", True)),  # spans tokens
         (["END"], ["a E", "N", "E", "ND"], ("a ENE"[:4], True)),
-        (["END"], ["a EN"], ("a EN", False)),  # what was held back comes at the end
+        (["END"], ["a EN"], ("a EN", False)),  # held back text comes at the end
         (["aab"], ["a", "a", "a", "b"], ("a", True)),
         (["bc", "abcd"], ["ab", "c"], ("a", True)),
         (["cd", "b"], ["abcd"], ("a", True)),  # the first in the text, not in the list

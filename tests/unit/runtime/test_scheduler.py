@@ -1,4 +1,4 @@
-"""The page pool and the scheduler: what is given out comes back, whatever happens; everybody gets on; cuts stay."""
+"""The page pool and the scheduler: pages return, whatever happens; no request starves; chunks end at fixed places."""
 
 import pytest
 from hypothesis import HealthCheck, event, given, settings
@@ -371,9 +371,7 @@ def test_any_traffic_ends_with_the_pool_whole_and_every_prompt_cut_alike(
         if decoding and threshold is not None:
             assert all(share <= max(threshold, CHUNK) for _, share in schedule.shares)
         prompts = [share for share in schedule.shares if share[0].num_computed <= share[0].num_prompt_tokens]
-        if (
-            prompts and threshold is prefill is None
-        ):  # what is left of the budget is less than the first could have used
+        if prompts and threshold is prefill is None:  # the rest of the budget is less than the first could have used
             head, share = prompts[0]
             remaining = head.num_prompt_tokens - head.num_computed
             room = max_num_tokens - decoding
@@ -407,7 +405,7 @@ def test_what_is_swapped_out_does_not_take_the_pages_back_that_others_were_short
     for number, shares_of_step in enumerate(run(scheduler)):
         ends.update({request: number for request, _, _ in shares_of_step})
     assert scheduler.num_swaps >= 1
-    assert sorted(ends, key=ends.get) == requests  # the youngest gives way
+    assert sorted(ends, key=ends.get) == requests  # the youngest is swapped out
     scheduler.check()
 
 

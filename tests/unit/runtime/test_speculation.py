@@ -226,7 +226,7 @@ def test_an_abort_inside_a_draft_ends_the_choice_and_no_other(model: Model) -> N
 
 
 def test_rejected_tokens_are_in_no_prefix(model: Model) -> None:
-    """A prompt that goes on with what was rejected finds its own chunks alone, and has its own bits."""
+    """A prompt that continues with rejected tokens reuses only its own chunks, and has the same bits."""
     first = Request(repeating(3, 60), 40)
     plain = run(Engine(model), first)
     pool = model.tables.pool

@@ -14,7 +14,7 @@ from lockstep.runtime import Tokenizer
 from lockstep.targets import Results
 from shared import Shared
 
-# A prompt is the users' messages; where one asks for it, the template shows what it was given.
+# A prompt is the users' messages; where one asks for it, the template prints its arguments.
 TEMPLATE = """\
 {%- if shown %}{{ raise_exception(tools | tojson) }}{% endif %}
 {%- if effort_shown %}{{ raise_exception('effort ' ~ reasoning_effort ~ enable_thinking | default('') | lower) }}

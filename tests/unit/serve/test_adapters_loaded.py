@@ -130,7 +130,7 @@ def test_a_folder_that_changes_is_refused_until_it_is_loaded_again(server: RealS
     shutil.copy(ADAPTERS / "shakespeare" / "adapter_config.json", weights.with_name("adapter_config.json"))
     status, answer = completion(server, lora="changes")
     assert status == 409 and "expected its folder as it was when it was loaded" in answer
-    assert text(server, model="demo-lora:changes") == LIGHT["captain"], "what was loaded is what it is"
+    assert text(server, model="demo-lora:changes") == LIGHT["captain"], "the loaded weights decide"
     assert post(server, "/v1/unload_lora_adapter", {"lora_name": "changes"})[0] == 200
     assert text(server, lora="changes").startswith(LIGHT["shakespeare"])
     assert original != weights.read_bytes()

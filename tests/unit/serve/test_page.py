@@ -226,7 +226,7 @@ def test_the_first_line_of_a_chats_answer_is_not_indented(server: ScriptedServer
     shown.wait("at('stop').hidden && " + ANSWER + " === 'Ice floats.'")
     ask(shown, "And?")
     shown.wait("document.querySelectorAll('.assistant').length === 2 && at('stop').hidden")
-    assert server.bodies[1]["messages"][1]["content"] == "  \n Ice floats.", "the model sees what it said"
+    assert server.bodies[1]["messages"][1]["content"] == "  \n Ice floats.", "the model sees its earlier answer"
     shown.run("document.querySelector('input[value=complete]').click()")
     ask(shown, "Once")
     shown.wait("at('stop').hidden && " + ANSWER + " === 'Once  \\n Ice floats.'")

@@ -1,4 +1,4 @@
-"""`lockstep serve --request-log`: a line for each request, what is in it, and a disk that takes none."""
+"""`lockstep serve --request-log`: a line for each request, its entries, and a full disk."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def server(tree: Path) -> Iterator[RealServer]:
 
 
 class Log:
-    """What is added to a log from now on."""
+    """Return the lines that a log gets from now on."""
 
     def __init__(self, path: Path):
         self._path = path

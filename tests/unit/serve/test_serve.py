@@ -1,4 +1,4 @@
-"""`lockstep serve`, the real one: completions as OpenAI's API gives them, and what it refuses."""
+"""`lockstep serve`, the real one: completions as in OpenAI's API, and rejected requests."""
 
 from __future__ import annotations
 
@@ -296,7 +296,7 @@ IGNORED = """
 
 
 def test_a_name_that_others_know_is_no_slip(server: RealServer) -> None:
-    """Each is accepted, or refused for what it is; none for being near another."""
+    """Each body is accepted, or rejected for its own fault, not for a similar field's."""
     for kind in (CompletionBody, ChatBody):
         fields = (*kind.__struct_fields__, *kind.UNSUPPORTED)
         assert not [(name, item) for name in IGNORED for item in fields if name not in fields and is_near(name, item)]

@@ -1,4 +1,4 @@
-"""Bodies of chats, messages and responses with any JSON in any place: each is taken, or refused in one line."""
+"""Bodies of chats, messages and responses with any JSON in any place: each is accepted, or rejected with one line."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def check(chat: ChatBody) -> None:
 
 
 def takes(kind: Any, chat_of: Any, body: dict[str, Any]) -> bool:
-    """Return whether a body is taken; what is raised otherwise must be a refusal of one line."""
+    """Return whether a body is accepted; any other must raise an error of one line."""
     try:
         check(chat_of(msgspec.convert(body, kind)))
     except msgspec.ValidationError:

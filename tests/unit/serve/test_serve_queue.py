@@ -1,6 +1,6 @@
 """The running totals of queue and slots against a plain recount, and what a full queue answers by either.
 
-The service is the real one. Its engine is played: hypothesis draws what comes from it and when.
+The service is the real one. Its engine is played: hypothesis draws its messages and their times.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ READY = Ready(
 
 
 class Played:
-    """The engine's end: what was sent to it and has not ended there, as {number: choices}."""
+    """The engine's end: the requests that it has and that have not ended, {number: choices}."""
 
     def __init__(self) -> None:
         self.has: dict[int, set[int]] = {}

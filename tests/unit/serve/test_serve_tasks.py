@@ -38,7 +38,7 @@ ASKED = {"model": "demo-llama", "prompt": "Once upon a time", "max_tokens": 60, 
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is logged."""
+    """Return the lines of the log."""
     lines: list[str] = []
     monkeypatch.setattr(log, "handlers", [logging.NullHandler()])
     log.handlers[0].handle = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -47,7 +47,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def service(demo: Results, lines: list[str]) -> Service:
-    """The demo's service, not started; `lines`: what it says."""
+    """The demo's service, not started; `lines`: its log."""
     paths = [demo.engines("demo-llama", "fp32", "onnxruntime")]
     paths += [demo.assembly("demo-llama", "fp32"), demo.weights("demo-llama", "fp32")]
     options = EngineOptions(*map(str, paths), "all", asdict(LIMITS), threads=1)

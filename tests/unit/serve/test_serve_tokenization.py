@@ -152,7 +152,7 @@ def test_a_long_text_holds_up_nobody(server: RealServer, tokenizer: Tokenizer) -
 
 
 def test_a_text_or_tokens_far_beyond_the_model_are_refused_at_once(server: RealServer) -> None:
-    """4 MB took 500 MB and 20 s; now nothing of them is encoded. What is somewhat too long is told by how much."""
+    """4 MB took 500 MB and 20 s; now nothing of them is encoded. A prompt that is slightly too long gets its length."""
     text = "Once upon a time there was a text. " * 100_000
     for body in ({"prompt": text}, {"messages": [{"role": "user", "content": text}]}):
         status, _, data = server.request("POST", "/tokenize", body)

@@ -84,7 +84,7 @@ def test_the_demo_is_served_as_golden_found_it(tree: Results, golden_json: Path,
 
 
 def _lose_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was given out before the engine died, one short: a token comes twice."""
+    """The tokens sent before the engine died, less one: a token comes twice."""
     bring = Service.resubmit
 
     def forget(self: Service) -> None:

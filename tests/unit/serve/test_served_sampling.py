@@ -76,7 +76,7 @@ class Served:
         self._folder.cleanup()
 
     def judged(self, streams: Sequence[bool]) -> tuple[Mapping[str, SampledCase], list[str]]:
-        """Return what the check sees, and what it says is wrong."""
+        """Return the check's answers and its errors."""
         check = SamplingCheck(self.service, self.prompts, [prompt.tokens for prompt in self.prompts], self.texts)
         for stream in streams:
             self.loop.run_until_complete(check.send(self.socket, stream))

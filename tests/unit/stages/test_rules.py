@@ -25,7 +25,7 @@ def test_a_stage_has_a_rule_that_says_what_it_needs(name: str) -> None:
 
 
 def test_the_results_tree_has_the_paths_of_the_rules() -> None:
-    """`Results` is for who reads a finished tree; what is made beside the rules stands there alone."""
+    """`Results` is for readers of a finished tree; files that no rule makes are named in it alone."""
     outputs = {pattern for rule in rules().values() for pattern in rule.outputs}
     read = {value.pattern for value in vars(Results).values() if isinstance(value, Artefact)}
     summary = (FOLDER / "report.smk").read_text()

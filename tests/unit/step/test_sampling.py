@@ -1,4 +1,4 @@
-"""Sampling: greedy, temperature, top-k, top-p, min-p, penalties, lists; seeded without state; and what is refused."""
+"""Sampling: greedy, temperature, top-k, top-p, min-p, penalties, lists; seeded without state; rejected parameters."""
 
 import os
 import subprocess
@@ -230,7 +230,7 @@ for size in range(2, 202):
 
 @pytest.mark.parametrize("disabled", ["", "X86_V4 X86_V3 AVX512_ICL AVX512_SPR"])
 def test_the_likeliest_are_found_on_any_cpu(disabled: str) -> None:
-    """NumPy's `partition` without AVX2 leaves what it was not asked to place in another order."""
+    """NumPy's `partition` without AVX2 leaves the other elements in another order."""
     environment = {**os.environ, "NPY_DISABLE_CPU_FEATURES": disabled, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-W", "ignore", "-c", _ON_ANY_CPU], check=True, env=environment)
 

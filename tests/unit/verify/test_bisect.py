@@ -154,7 +154,7 @@ def rewired(output: str, number: int, name: str):
 
 
 def put_before(reader: str, number: int, op_type: str, value: np.ndarray):
-    """Put an operator with a constant between a node and what it reads."""
+    """Put an operator with a constant between a node and its input."""
 
     def change(graph):
         node = node_of(graph, reader)
@@ -318,7 +318,7 @@ def test_a_block_with_another_blocks_weights_is_named(copied, right, part, slot,
     assert (fault.wrong, fault.part, fault.decoder_layer) == ("graph", part.replace("block", "attention"), 2)
 
 
-# --- what is said where there is less to go by ---
+# --- reports with less to go by ---
 
 
 def test_nothing_is_wrong_with_the_demo(copied, right):
@@ -598,7 +598,7 @@ print(report.wrong, peak - before)
 def test_memory_stays_below_the_weights_and_a_few_layers(tmp_path):
     """Weights are mapped from their files.
 
-    What is allocated next to them is a layer in float32 where PyTorch, a graph or an engine computes.
+    Next to them a layer is allocated in float32 where PyTorch, a graph or an engine computes.
     """
     sizes = {
         "vocab_size": 2048, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 16,

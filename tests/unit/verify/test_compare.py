@@ -1,4 +1,4 @@
-"""Engines against their graphs: what is right passes, and each planted fault is named with engine, sizes, output, error
+"""Engines against their graphs: right ones pass, and each planted fault is named with engine, sizes, output, error
 and tolerance."""
 
 from __future__ import annotations
@@ -277,7 +277,7 @@ def built(capsys):
 def test_engines_of_tensorrt_run_on_each_of_their_profiles(gpu, demo, tmp_path, precision, attention) -> None:
     """Prepared graphs (opset 17, fused slots), int32 for int64, weights side by side, memory freed but the scratch."""
     build_and_compare(demo, tmp_path, precision, attention=attention)
-    gc.collect()  # behind tests of other modules some of it hangs on a cycle
+    gc.collect()  # after tests of other modules some memory is in reference cycles
     report = read_json(tmp_path / "compare.json")
     kinds = set() if attention == "fused" else {"attention.decode", "attention.prefill"}
     assert set(report["engines"]) == {"embedding", "entry", "middle", "exit", *kinds}

@@ -247,7 +247,7 @@ def test_the_report_says_how_far_the_checks_looked(references, tmp_path):
     )
 
 
-# --- what they are made of ---
+# --- their parts ---
 
 
 def test_lengths_are_those_that_a_config_names():

@@ -1,4 +1,4 @@
-"""The golden check passes what says the same as the reference, and names prompt, step and tokens of what does not."""
+"""The golden check passes engines that equal the reference, and names prompt, step and tokens of others."""
 
 import shutil
 from dataclasses import replace
@@ -104,7 +104,7 @@ def test_more_prompts_than_slots_and_prompts_in_chunks_give_the_same(references,
     assert [entry["text_out"] for entry in report["prompts"]] == [prompt.expected[2] for prompt in GOLDEN.prompts]
 
 
-# --- what does not say the same ---
+# --- engines that differ ---
 
 
 @pytest.fixture

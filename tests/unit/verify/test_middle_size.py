@@ -25,7 +25,7 @@ _NEW = 200
 _CHUNK = 512
 _VOCABULARY = 4096
 _THREADS = 1
-# What is cut: layers, the stream, what is inside an MLP or an expert.
+# Cut: layers, the stream, the width of an MLP or an expert.
 CUTS: dict[str, dict[str, Any]] = {
     "Llama 3.2": {"hidden_size": 1024, "intermediate_size": 2048},
     "Ministral 3": {"hidden_size": 1024, "intermediate_size": 2048},

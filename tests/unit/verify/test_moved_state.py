@@ -1,4 +1,4 @@
-"""State that is moved, and positions far from edges: the golden check sees each fault of them, and says what it saw."""
+"""State that is moved, and positions far from edges: the golden check finds each fault of them, and names it."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_a_precision_with_finer_rounding_is_held_to_less():
     assert bounds == sorted(bounds) and bounds[0] * 256 == bounds[2] == bounds[3] / 8
 
 
-# --- what is measured ---
+# --- measurements ---
 
 
 def test_a_parameter_has_the_type_that_it_is_rounded_to():

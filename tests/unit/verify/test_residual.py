@@ -1,4 +1,4 @@
-"""A residual stream beyond float16: plain fp16 is refused in one line that says so, `residual: float32` passes."""
+"""A residual stream beyond float16: plain fp16 is rejected with one line, `residual: float32` passes."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_with_a_wide_residual_stream_it_passes(made, tmp_path):
     "backend, version", [("tensorrt", "10.6.0"), ("tensorrt", "10.9.0"), ("tensorrt_rtx", "1.7.1.116"), ("cuda", "")]
 )
 def test_gpu_backends_take_the_graphs(made, tmp_path, backend, version):
-    """On the fake GPU: what is their own is which buffers and kernels take the stream."""
+    """On the fake GPU: only the buffers and kernels of the stream differ."""
     assembly, weights, _ = paths(made, "wide")
     with fake_gpu.installed(version, backend) as gpu:
         engines = build(assembly, backend, tmp_path / "engines.json", SIZES)

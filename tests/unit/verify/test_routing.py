@@ -45,7 +45,7 @@ LIMITS = Limits(4, 64, 128, 256)
 TERMS = GoldenTerms(8, ("San Francisco is a", "1 2 3 4"), 70)
 
 
-# --- engines of bf16 on every CPU: what they give in float32 is rounded ---
+# --- engines of bf16 on every CPU: their float32 results are rounded ---
 
 
 def next_expert(edit: Edit) -> None:

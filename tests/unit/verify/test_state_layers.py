@@ -89,7 +89,7 @@ def test_choices_and_swapped_and_aborted_requests_have_the_bits_of_each_alone(ro
 
 
 def test_a_seen_prefix_goes_on_from_the_states_behind_it(root):
-    """The chunk's end lies within the step that computed it; what is kept is evicted when its pages are needed."""
+    """The chunk's end lies within the step that computed it; kept states are evicted when their pages are needed."""
     model = open_model(root, chunk_size=64)
     tables = model.tables
     page = model.tables.pool.page_nbytes
@@ -294,7 +294,7 @@ def test_states_lie_beside_blocks_of_every_gpu_backend(shared, tmp_path, backend
 
 @pytest.mark.long
 def test_the_hidden_state_of_layers_with_two_mixers_is_the_residual_stream():
-    """Granite 4 H scales its embedding before the first layer: what is scaled is still the stream."""
+    """Granite 4 H scales its embedding before the first layer, and that is still the stream."""
     config = {
         **families.FAMILIES["bamba"].config,
         "model_type": "granitemoehybrid",

@@ -132,7 +132,7 @@ def _nf4(nested: bool, weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
 def write_coded(source: Path, folder: Path, layout: str, edit: Callable[[Tensors], Any] | None = None) -> Tensors:
     """A checkpoint as `source`, the linear weights of its layers coded; gives what each tensor represents, in float32.
 
-    edit: what is done to its tensors before they are written.
+    edit: a change of its tensors before they are written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():

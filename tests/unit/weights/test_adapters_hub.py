@@ -87,7 +87,7 @@ def test_an_adapter_on_the_hub_is_fetched_and_stays_at_its_commit(user: User, hu
     assert sorted(open_adapters(manifest)) == ["mine", "theirs"] and not lost_files(manifest)
     statement = read_statement(manifest)
     assert statement and STAGES["adapters"].pin(manifest, statement.key)[1]["theirs/commit"] == commit
-    hub.model(NAME, files("shakespeare"))  # the branch moves; what was found stays
+    hub.model(NAME, files("shakespeare"))  # the branch moves; the resolved commit stays
     before = len(hub.requests)
     assert user.run("fetch_adapters").returncode == 0 and len(hub.requests) == before
     next(sources.with_suffix("").rglob("adapter_model.safetensors")).unlink()

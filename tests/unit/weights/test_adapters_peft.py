@@ -1,4 +1,4 @@
-"""Adapters that PEFT saves and that are refused: what they adapt is no linear layer of the checkpoint."""
+"""Adapters of PEFT that are rejected: they adapt no linear layer of the checkpoint."""
 
 from __future__ import annotations
 

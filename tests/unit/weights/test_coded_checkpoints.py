@@ -1,5 +1,5 @@
 """Checkpoints in fp8, nvfp4 and bitsandbytes' layouts: weights are the numbers that they encode, engines say what
-these say, and what cannot be read is said in one line."""
+these say, and unreadable ones get one line."""
 
 from __future__ import annotations
 

@@ -333,7 +333,7 @@ def test_a_quantization_config_of_another_layout_is_refused(tmp_path, layout, ch
 
 
 def test_activations_and_caches_that_are_to_be_quantised_are_told_and_left(shared):
-    """Weights stay what they are: int8 W8A8 is read as w8a16."""
+    """Weights stay the same: int8 W8A8 is read as w8a16."""
     plain = INT8.config()
     changed = copy.deepcopy(plain) | {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}
     _group(input_activations={"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True})(changed)

@@ -1,7 +1,7 @@
 """Every family shape through the whole workflow, on each backend that runs on a CPU: a family works when that passes.
 
 `make test` takes all of them through it in fp32, but for a server on OpenVINO, and one in small weights: 15 s of one
-core each. What is left runs at night.
+core each. The rest runs at night.
 """
 
 from __future__ import annotations
