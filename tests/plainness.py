@@ -1,6 +1,7 @@
 """Count what slows a reader of Python: `places(text)` yields (kind, line) for each place that counts."""
 
 import ast
+import functools
 import io
 import re
 import tokenize
@@ -51,10 +52,16 @@ def count(folder: Path) -> tuple[Counter[str], int]:
     counts: Counter[str] = Counter()
     lines = 0
     for file in sorted(folder.rglob("*.py")):
-        text = file.read_text(encoding="utf-8")
-        lines += text.count("\n")
-        counts.update(kind for kind, _ in places(text))
+        counts_of_file, lines_of_file = _count_file(file)
+        counts.update(counts_of_file)
+        lines += lines_of_file
     return counts, lines
+
+
+@functools.cache  # a file is in its package, in the packages around that, and in `src`
+def _count_file(file: Path) -> tuple[Counter[str], int]:
+    text = file.read_text(encoding="utf-8")
+    return Counter(kind for kind, _ in places(text)), text.count("\n")
 
 
 def _kind(node: ast.AST, parent: ast.AST | None) -> str | None:

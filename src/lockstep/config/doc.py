@@ -132,9 +132,9 @@ def catalogued(root: Schema) -> Schema:
             return [inlined(item) for item in node]
         if not isinstance(node, dict):
             return node
-        if "$ref" in node:  # keys beside the reference, such as a description, replace those of its target
-            beside = {key: value for key, value in node.items() if key != "$ref"}
-            return inlined({**_resolve(root, node), **beside})
+        if "$ref" in node:  # other keys, such as a description, replace those of the reference's target
+            other_keys = {key: value for key, value in node.items() if key != "$ref"}
+            return inlined({**_resolve(root, node), **other_keys})
         entries = {key: inlined(value) for key, value in node.items() if key != "$defs"}
         if entries.get("type") == "array" and "properties" in entries.get("items", {}):
             entries["properties"] = entries["items"]["properties"]

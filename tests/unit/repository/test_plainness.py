@@ -13,7 +13,7 @@ LIMITS = {
     "nested condition": 0.5,
     "heavy comprehension": 0.3,
     "name": 0.8,
-    "dialect": 0.8,
+    "dialect": 0.9,
 }
 LIMITS_OF_TESTS = {
     "tuple assignment": 1,
