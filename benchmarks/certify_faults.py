@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from benchmarks.certify import DRAWN, PENALTY
 from lockstep.artifacts.certificate import CHAT, Question
 from lockstep.verify.golden.model import load_checkpoint
-from lockstep.verify.golden.teacher_forced import logits_behind
+from lockstep.verify.golden.teacher_forced import logits_after
 
 _KEPT = 64  # tokens of a truncated context
 
@@ -71,7 +71,7 @@ def logits_of(model_folder: Path, questions: Sequence[Question], dtype: str, fau
         if ids in rows:
             continue
         counts = [count for count in range(1, len(ids) + 1) if ids[:count] in set(by_length)]
-        logits, _ = logits_behind(model, ids, counts)
+        logits, _ = logits_after(model, ids, counts)
         for count, row in logits.items():
             rows.setdefault(ids[:count], row)
     return np.stack([rows[ids] for ids in ids_of])

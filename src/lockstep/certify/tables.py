@@ -32,7 +32,7 @@ from lockstep.progress import steps
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.verify.golden.model import load_checkpoint
 from lockstep.verify.golden.reference import load_tokenizer
-from lockstep.verify.golden.teacher_forced import logits_behind, run_behind
+from lockstep.verify.golden.teacher_forced import logits_after, run_after
 from lockstep.verify.rounded import Rounded, round_kv_cache, rounded_rows
 from lockstep.weights import e4m3, groups
 
@@ -157,10 +157,10 @@ def _text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
 def _drawn(model: PreTrainedModel, ids: Sequence[int], count: int, generator: torch.Generator) -> list[int]:
     tokens: list[int] = []
     with torch.no_grad():
-        rows, cache = run_behind(model, ids)
+        rows, cache = run_after(model, ids)
         for _ in range(count):
             tokens.append(int(torch.multinomial(torch.softmax(rows[-1].float(), -1), 1, generator=generator)))
-            rows, cache = run_behind(model, tokens[-1:], cache)
+            rows, cache = run_after(model, tokens[-1:], cache)
     return tokens
 
 
@@ -232,7 +232,7 @@ def _logits(model: PreTrainedModel, cuts: Sequence[_Cut]) -> np.ndarray:
     rows = {}
     for sequence in steps(list(by_sequence), "hypotheses: a model", "texts"):
         counts = by_sequence[sequence]
-        logits, _ = logits_behind(model, sequence[: max(counts)], counts)
+        logits, _ = logits_after(model, sequence[: max(counts)], counts)
         rows.update({(sequence, count): row for count, row in logits.items()})
     return np.stack([rows[cut.sequence, cut.count] for cut in cuts])
 

@@ -42,7 +42,7 @@ from lockstep.progress import steps
 from lockstep.verify.boundaries import both_sides, config_lengths
 from lockstep.verify.golden.model import adapted, load_checkpoint, load_dequantized
 from lockstep.verify.golden.quantized import weights_error
-from lockstep.verify.golden.teacher_forced import logit_noise, logits_along, logits_behind, perplexity, run_behind
+from lockstep.verify.golden.teacher_forced import logit_noise, logits_after, logits_along, perplexity, run_after
 from lockstep.verify.golden.terms import GoldenTerms
 from lockstep.verify.golden.text import new_text
 from lockstep.verify.rounded import round_kv_cache
@@ -242,14 +242,14 @@ def follow(
     logits [steps, vocab_size] float32 that they were chosen from, {count: logits after `count` tokens}, and the noise
     of all these rows [rows, 2].
     """
-    logits_by_count, cache = logits_behind(model, prompt_ids, counts)
+    logits_by_count, cache = logits_after(model, prompt_ids, counts)
     rows = [logits_by_count[len(prompt_ids)]]
     tokens = [int(rows[-1].argmax())]
     with torch.no_grad():
         for _ in steps(range(max_new_tokens - 1), "reference: answer", "tokens"):
             if tokens[-1] in eos_token_ids:
                 break
-            (row,), cache = run_behind(model, tokens[-1:], cache)
+            (row,), cache = run_after(model, tokens[-1:], cache)
             rows.append(row.float().numpy().copy())
             tokens.append(int(rows[-1].argmax()))
     ids = [*prompt_ids, *tokens[:-1]]

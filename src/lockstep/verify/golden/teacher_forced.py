@@ -31,13 +31,13 @@ class Cached(NamedTuple):
     cache: Any
 
 
-def run_behind(model: torch.nn.Module, ids: Sequence[int], behind: Cached | None = None) -> tuple[torch.Tensor, Cached]:
+def run_after(model: torch.nn.Module, ids: Sequence[int], past: Cached | None = None) -> tuple[torch.Tensor, Cached]:
     """Run tokens after others; return their logits [num_tokens, vocab_size].
 
     transformers' cache takes its length from a layer with attention. A hybrid that is cut before its first one runs all
     its tokens once more.
     """
-    before, cache = behind or Cached((), None)
+    before, cache = past or Cached((), None)
     all_ids = (*before, *ids)
     if not _has_attention(model.config):
         return model(input_ids=torch.tensor([all_ids]), use_cache=False).logits[0, len(before) :], Cached(all_ids, None)
@@ -52,7 +52,7 @@ def _has_attention(config: Any) -> bool:
     return not layers or any(isinstance(layer, CacheLayerMixin) for layer in layers)
 
 
-def logits_behind(
+def logits_after(
     model: torch.nn.Module, ids: Sequence[int], counts: Collection[int]
 ) -> tuple[dict[int, np.ndarray], Cached | None]:
     """Return {number of tokens: logits [vocab_size] float32 after them}, and the cache of all."""
@@ -60,7 +60,7 @@ def logits_behind(
     cache = None
     with torch.no_grad():
         for start in steps(range(0, len(ids), _CHUNK), f"reference: {len(ids):,} tokens", "chunks"):
-            rows, cache = run_behind(model, ids[start : start + _CHUNK], cache)
+            rows, cache = run_after(model, ids[start : start + _CHUNK], cache)
             for count in range(start + 1, start + len(rows) + 1):
                 if count in counts:
                     logits[count] = rows[count - 1 - start].float().numpy().copy()
@@ -81,7 +81,7 @@ def logit_noise(model: torch.nn.Module, ids: Sequence[int], expected: Mapping[in
             runs.append(choices.again())
         for fixed_choices in runs:
             with fixed_choices, Rounded(dtype):
-                logits, _ = logits_behind(model, ids, expected)
+                logits, _ = logits_after(model, ids, expected)
             errors = [logits[count].astype(np.float64) - row for count, row in expected.items()]
             columns.append([(np.abs(error).max(), np.sqrt(np.mean(error * error))) for error in errors])
         rows = np.concatenate([np.array(pairs) for pairs in columns], axis=1)
@@ -98,7 +98,7 @@ def _choices(model: torch.nn.Module, ids: Sequence[int]) -> Choices | None:
     for tokens in (ids[:1], ids):
         choices = Choices()
         with choices:
-            logits_behind(model, tokens, ())
+            logits_after(model, tokens, ())
         if not choices.takes_largest:
             return None
     return choices
@@ -109,7 +109,7 @@ def perplexity(model: PreTrainedModel, tokens: Sequence[int]) -> tuple[float, in
     ids = tokens[: getattr(model.config.get_text_config(), "max_position_embeddings", None)]
     if len(ids) < 2:
         raise InputError("golden.drift_text: expected a text of two tokens or more, found less; give a longer one")
-    rows, _ = logits_behind(model, ids[:-1], range(1, len(ids)))
+    rows, _ = logits_after(model, ids[:-1], range(1, len(ids)))
     scores = torch.log_softmax(torch.from_numpy(np.stack([*rows.values()])).double(), -1)
     chosen = scores.gather(1, torch.tensor(ids[1:])[:, None])
     return math.exp(-float(chosen.mean())), len(chosen)
@@ -120,6 +120,6 @@ def logits_along(model: PreTrainedModel, answers: Iterable[tuple[Sequence[int], 
     rows: list[np.ndarray] = []
     for prompt_ids, tokens in answers:
         ids = [*prompt_ids, *tokens[:-1]]
-        logits, _ = logits_behind(model, ids, range(len(prompt_ids), len(ids) + 1))
+        logits, _ = logits_after(model, ids, range(len(prompt_ids), len(ids) + 1))
         rows += logits.values()
     return np.stack(rows)
