@@ -61,7 +61,7 @@ GROSS = 0.1
 # The allowed error of an engine relative to its graph on the same inputs, in units of fp16's noise there: the largest
 # error, and the rms that nine of ten rows do not exceed. {precision: {backend: both}}.
 ENGINE = {
-    # ONNX Runtime and OpenVINO: no more than 2^-10 (demo, November 2026). With TensorRT keys behind a RoPE angle of
+    # ONNX Runtime and OpenVINO: no more than 2^-10 (demo, November 2026). With TensorRT keys after a RoPE angle of
     # 250 rad are off by 6e-5 (September 2026), 2^-6 of fp16's noise, and in all rows there.
     "fp32": {"onnxruntime": (2**-8, 2**-8), "openvino": (2**-8, 2**-8), "*": (2**-6, 2**-3)},
     "fp16": {"*": (1.0, 1.0)},

@@ -37,7 +37,7 @@ PRECISIONS = ("w8a16", "w4a16", "w8a8", "w4a8", "w8a8-fp8")
 GROUP = 16
 TOLERANCES = {precision: CONFIG.tolerance("demo-llama", precision, "onnxruntime") for precision in PRECISIONS}
 PROMPTS = tuple(prompt.text for prompt in GOLDEN.prompts)
-# Untied with biases; tied and scaled, with norms behind; a fused query, key and value; weights that lie transposed.
+# Untied with biases; tied and scaled, with norms after; a fused query, key and value; weights that lie transposed.
 RANDOM = ("llama", "gemma2", "gpt_neox", "gpt2")
 # The demo is a Llama, which runs in each precision.
 each_random_family = some(RANDOM, "gemma2")

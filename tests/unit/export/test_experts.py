@@ -233,7 +233,7 @@ def make_random(config: Mapping[str, object], folder: Path) -> None:
 
 
 def logits_of(folder: Path, precision: str, backend: str, work: Path) -> tuple[np.ndarray, np.ndarray, Weights]:
-    """Return what engines say behind some tokens, what transformers says with the same weights, and these."""
+    """Return what engines say after some tokens, what transformers says with the same weights, and these."""
     results = Results(work)
     tokens = np.array([3, 200, 17, 9, 101, 54])
     paths = results.checkpoint("m"), results.assembly("m", precision), results.weights("m", precision)

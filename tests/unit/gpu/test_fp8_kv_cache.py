@@ -99,7 +99,7 @@ def heads_of_all_sizes(random: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 def test_the_kernels_keep_what_the_reference_rounds_to(kernels):
-    """To the bit; a page that is read has zeros behind its request's tokens, and NaN where a head has one."""
+    """To the bit; a page that is read has zeros after its request's tokens, and NaN where a head has one."""
     random = np.random.default_rng(0)
     tokens = 130
     dim = DIM

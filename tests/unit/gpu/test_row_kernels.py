@@ -141,7 +141,7 @@ agraph (float16[num_tokens, W] a, float16[1, H] w) => (float16[num_tokens, W] y)
 }"""
 
 
-# Heads turned behind a norm, and parts of each.
+# Heads turned after a norm, and parts of each.
 TURNED = """
 agraph (float16[num_tokens, W] q, float16[D] w) => (float16[num_tokens, H] y, float16[num_tokens, 4] z)
 <int64[1] last = {-1}, int64[3] heads = {-1, 4, D}, int64[2] flat = {-1, H}, int64[2] four = {-1, 4}> {

@@ -408,7 +408,7 @@ def test_decoding_goes_ahead_whatever_comes_and_goes_and_ends_with_nothing_under
     model = open_model()
     requests = [Request(np.arange(1, 6), count) for count in (4, 4, 4, 9, 12)]
     decoding = Decoding(model, requests)
-    moves = decoding.engine.scheduler  # a step behind which requests move to lower slots is waited for
+    moves = decoding.engine.scheduler  # a step after which requests move to lower slots is waited for
     steps = [(output.request, model.in_flight or moves.is_spread) for output in decoding]
     assert len(steps) == 33 and not steps[-1][1] and all(ahead for _, ahead in steps[:-1])
 
@@ -426,7 +426,7 @@ def test_a_decode_step_is_one_launch_of_a_graph(demo, open_model, form, gpu):
 
 
 def test_rows_decode_in_the_pass_of_prompts(demo, open_model, form, gpu, monkeypatch):
-    """The blocks run once; only tokens come back, and the step behind sends no token or position."""
+    """The blocks run once; only tokens come back, and the step after sends no token or position."""
     from lockstep_gpu import cuda
 
     pair = Both(demo, open_model, form[1])
@@ -521,7 +521,7 @@ def test_each_step_is_begun_once_before_the_tokens_of_the_one_before_with_the_pr
         [1, 48],
         [1, 44],
         [1, 1],
-        [1],  # the second request has ended, which only the step behind knows
+        [1],  # the second request has ended, which only the step after knows
         [1, 4],
         [1, 1],
         [1],  # so has the first
@@ -625,7 +625,7 @@ def tables(model):
 
 
 def test_prompts_that_arrive_follow_the_step_that_is_under_way(demo, open_model, form, gpu):
-    """It is not taken again; and the step behind both goes ahead too."""
+    """It is not taken again; and the step after both goes ahead too."""
     pair = Both(demo, open_model, form[1], following=True)
     pair.step(prompts=[(0, 8), (1, 63)])  # a cache of 64, where the step under way writes the last token
     assert pair.found.in_flight, "the prompts' next tokens are on the device"
@@ -701,7 +701,7 @@ def test_prompts_are_one_call_of_attention(demo, open_model, gpu, monkeypatch, c
     pair = Both(demo, open_model, "fp16")
     pair.step(prompts=[(0, 3), (1, 40), (2, 12), (3, 16)], tokens=False)
     assert len(results) == 2 * (4 if refused else 1)
-    pair.step(prompts=[(2, 20), (1, 17), (3, 30), (0, 32)], tokens=False)  # behind what the rows hold
+    pair.step(prompts=[(2, 20), (1, 17), (3, 30), (0, 32)], tokens=False)  # after what the rows hold
     assert len(results) == 2 * (8 if refused else 2)
     assert capsys.readouterr().err.count("has no attention of several prompts") == refused
     for _ in range(2):
@@ -768,7 +768,7 @@ def test_a_prompt_is_worked_on_while_it_is_prepared_and_may_fail_half_way(
         with pytest.raises(CheckError, match="no more memory"):
             models.found.step([Advance(0, np.array([3]), 9), Advance(1, np.arange(4), 5), Advance(2, np.arange(60), 0)])
     assert gpu.plain > before and [models.found.length(slot) for slot in range(3)] == lengths
-    # what is left of it in the new row, as bad as numbers can be; pages are not looked at behind what a row holds
+    # what is left of it in the new row, as bad as numbers can be; pages are not looked at after what a row holds
     if form[2] == "traced":
         for array in (array for pair in models.found.executor.ranks[0].attentions[0].cache.values() for array in pair):
             gpu.array(array.address, array.shape, array.dtype)[2] = np.nan

@@ -173,7 +173,7 @@ def vocabulary(tokenizer):
 
 @pytest.mark.parametrize("word", some(WORDS))
 def test_a_bad_word_is_in_no_text_whichever_tokens_would_spell_it(tokenizer, vocabulary, word):
-    """The tokens that are forbidden are just those behind which the text has the word, and all others are not."""
+    """The tokens that are forbidden are just those after which the text has the word, and all others are not."""
     numbers = random.Random(word)
     size = len(tokenizer.vocabulary)
     prompt = tokenizer.encode("x").tolist()

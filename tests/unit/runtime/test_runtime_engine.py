@@ -162,7 +162,7 @@ def test_a_seed_gives_the_same_tokens_in_any_company_and_order(model):
 
 
 def test_the_executor_draws_what_the_sampler_draws(demo, monkeypatch):
-    """Whatever else is in the step, in slots that others had, and behind a swap; `logprobs` has the host draw."""
+    """Whatever else is in the step, in slots that others had, and after a swap; `logprobs` has the host draw."""
     monkeypatch.setattr(scheduler, "LOOKAHEAD", 1)
     page = open_model(demo).tables.pool.page_nbytes
     model = open_model(demo, kv_bytes=5 * page)

@@ -139,7 +139,7 @@ def test_a_step_must_have_room_for_a_chunk_beside_all_others():
 
 
 def test_a_request_that_holds_all_that_it_may_brings_nothing_until_its_last_token_is_known():
-    """The step behind is decided meanwhile: its slot and pages are not free yet."""
+    """The step after is decided meanwhile: its slot and pages are not free yet."""
     scheduler = make(num_slots=2, pages=99)
     for prompt, max_tokens in ((5, 6), (9, 20), (7, 9)):
         scheduler.add(Scheduled(prompt, max_tokens))

@@ -38,7 +38,7 @@ def shell(server: RealServer, command: str, folder: Path) -> str:
 
 
 def objects(text: str) -> list[Any]:
-    """JSON objects that stand one behind another."""
+    """JSON objects, one after another."""
     results = []
     decoder = json.JSONDecoder()
     while text := text.strip():

@@ -67,7 +67,7 @@ def model(results: Results) -> Model:
 
 
 def answer_ids(tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of ANSWER behind a word."""
+    """Return the tokens of ANSWER after a word."""
     ids = tokenizer.encode(f"{PROMPT}{ANSWER}").tolist()
     before = tokenizer.encode(PROMPT).tolist()
     assert ids[: len(before)] == before

@@ -1,4 +1,4 @@
-"""Gates look as far as the limits allow: faults that begin behind 64 tokens, at a wide window, in chunks or in some
+"""Gates look as far as the limits allow: faults that begin after 64 tokens, at a wide window, in chunks or in some
 rows only are caught."""
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ def plant(folder: Path, phase: str, fault) -> None:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(("fault", "phase", "tensor"), [
-    pytest.param(POSITIONS_CLAMPED_AT_63, "prefill", r"behind 63 cached tokens, chunked\.key_out",
+    pytest.param(POSITIONS_CLAMPED_AT_63, "prefill", r"after 63 cached tokens, chunked\.key_out",
         marks=pytest.mark.long),
-    (POSITIONS_CLAMPED_AT_63, "decode", r"behind 63 cached tokens, decode\.key_out"),
-    (ROWS_FROM_64_ON_FORGOTTEN, "decode", r"behind 63 cached tokens, decode\.attention"),
+    (POSITIONS_CLAMPED_AT_63, "decode", r"after 63 cached tokens, decode\.key_out"),
+    (ROWS_FROM_64_ON_FORGOTTEN, "decode", r"after 63 cached tokens, decode\.attention"),
     pytest.param(ROWS_FROM_64_ON_FORGOTTEN, "prefill", r"behind 127 cached tokens, chunked\.attention",
         marks=pytest.mark.long),
 ])  # fmt: skip

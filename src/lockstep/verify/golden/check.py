@@ -262,7 +262,7 @@ class GoldenCheck(DecodingCheck):
         """Return the largest error; the first that is too large goes to `failures`."""
         wrong = next(filter(None, map(Errors.wrong, errors)), None)
         if wrong:
-            self.fail(prompt, f"behind {wrong[0]} tokens, {how}: {wrong[1]}")
+            self.fail(prompt, f"after {wrong[0]} tokens, {how}: {wrong[1]}")
         return largest([error.worst for error in errors])
 
     def _judge(self, prompt: Prompt, free: Decoded, forced: Decoded, alone: Decoded) -> GoldenPrompt:

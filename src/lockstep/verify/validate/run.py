@@ -214,7 +214,7 @@ class _Validation:
                 )
                 caches.append(CacheError(num_past, worst.relative_error, worst.noise, worst.tolerance))
                 self._found["long_context"] = LongContext(max_seq_len, count, tuple(caches))
-                self._check_errors(errors, f"behind {num_past} cached tokens, ")
+                self._check_errors(errors, f"after {num_past} cached tokens, ")
 
     def _check_forward(self, records: list[Record], threads: int | None) -> None:
         """Check whole sequences, free, through Polygraphy: the chain of graphs, and the uncut one."""
