@@ -166,6 +166,7 @@ class StepPlan:
         def cost(num_tokens: int) -> int:
             return max(_WEIGHTS_BOUND, tuned_for(num_tokens))
 
+        # One pass reads the weights once. Two passes let the rows run as a captured graph of `bucket` slots.
         rows = 1 + max(advance.slot for advance in self.decoding)
         tokens = self.num_chunk_tokens
         if cost(rows + tokens) <= cost(bucket(rows, num_slots)) + cost(tokens):
@@ -190,8 +191,11 @@ class StepPlan:
             num_requests = bucket(1 + max(step_slots), limits.num_slots)
             num_rows = bucket(num_decoding, limits.num_slots)
         num_tokens = num_decoding + self.num_chunk_tokens
+        # Only captured passes are padded: their graphs exist for a few sizes.
         padded = min(padded_size(num_tokens), limits.largest_pass)
-        packed = PackedTokens.empty(padded if padded <= limits.captured_tokens else num_tokens)
+        if padded > limits.captured_tokens:
+            padded = num_tokens
+        packed = PackedTokens.empty(padded)
         ranges = packed.pack(self.decoding, decode_slots, num_decoding, self.chunks)
         rows = np.full_like(packed.slots, -1)
         logit_rows = np.zeros(num_requests, np.int64)
@@ -205,6 +209,7 @@ class StepPlan:
         chunks = []
         for chunk, (start, end) in zip(self.chunks, ranges[len(decode_slots) :], strict=True):
             chunks.append((chunk.slot, chunk.start, start - num_decoding, end - num_decoding))
+        # Negative: the token of the step before, which only the device knows yet.
         has_previous = bool(self.decoding) and bool(self.decoding[0].tokens[0] < 0)
         logits = dict(zip(step_slots, requests))
         return PackedPass(packed, rows, logit_rows, slots, decoding, num_decoding, chunks, has_previous, logits)

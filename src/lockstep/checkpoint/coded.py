@@ -185,6 +185,7 @@ def _bnb4(tensors: _Tensors, name: str) -> CodedWeight | None:
             f"{path}: tensor {shorten(name)}: expected JSON with shape and blocksize, found {shorten(str(error))}; "
             f"download this file again"
         ) from None
+    # Two codes a byte, in one column; a scale for each block of numbers, which may itself be quantized (nested).
     count = math.prod(state.shape)
     parts = {"data": tensors.first_of([weight], name), "state": name}
     for part, suffix in _bnb4_parts(state):

@@ -178,6 +178,8 @@ def _weight(
         dtypes = ("I8",)
     if place.dtype not in dtypes or len(place.shape) != 2 or 0 in place.shape:
         refuse(parts["data"], place, folder, f"{' or '.join(dtypes)} of two dimensions")
+    # GPTQ and AWQ store weights transposed. AWQ packs numbers of neighbouring outputs into a word, the others numbers
+    # of neighbouring inputs.
     first, second = place.shape
     if packing.layout == "int8":
         rows = first

@@ -36,6 +36,7 @@ def widen_unsupported(model: ir.Model) -> None:
             if _is_unsupported(value, schema.outputs, position):
                 cast = _cast(value, ir.DataType.BFLOAT16)
                 value.replace_all_uses_with(cast.outputs[0], replace_graph_outputs=True)
+                # The cast's result takes the name, which may be that of an output of the graph.
                 cast.outputs[0].name = value.name
                 value.name = f"{value.name}_float32"
                 value.type = ir.TensorType(ir.DataType.FLOAT)

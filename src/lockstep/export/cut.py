@@ -153,7 +153,7 @@ def _cut_points(
                 f"cannot be split: expected the {role} of a layer as [num_tokens, heads, "
                 f"head_dim], found shape {cut_value.shape}"
             )
-        if layout != "flat":
+        if layout != "flat":  # such as [num_heads, num_tokens, head_dim]: a reshape before the cut makes it flat
             _, between = flow.walk(value, stops={cut_value})
             cut_value = _flatten(graph, flow, cut_value, layout, {marker, *between})
         cuts.append(cut_value)
@@ -164,7 +164,7 @@ def _cut_points(
             "cannot be split: expected query, key and value of a layer as three tensors, found "
             "one shared by two of them"
         )
-    if len(marker.inputs) > len(_ROLES):
+    if len(marker.inputs) > len(_ROLES):  # with sinks, which become a part of the query
         cuts[0] = _add_sinks(graph, flow, marker, cuts[0], flat)
         merge_movement(graph, flat)
     batchless_nodes: set[ir.Node] = set()

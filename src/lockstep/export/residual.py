@@ -72,6 +72,7 @@ class _Widening:
             for reader in value.consumers():
                 if not self._stays_narrow(reader):
                     stack += [output for output in reader.outputs if output.dtype == self._narrow]
+            # Backwards, too: the other summand of a residual add is as wide as the stream.
             maker = value.producer()
             if maker is None:
                 continue

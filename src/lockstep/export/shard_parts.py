@@ -156,13 +156,16 @@ class ShardRules:
                 return [(value, shard.with_offset(begin))]
         if node.op_type == "Concat" and operator.axis(0) == shard.axis:
             return self._before_concat(node, shard)
-        axes = axes_of_inputs(operator, shard.axis) if node.op_type in _SPLIT else None
+        axes = None
+        if node.op_type in _SPLIT:
+            axes = axes_of_inputs(operator, shard.axis)
         if axes is None:
             raise SplitError(f"{node.op_type} is not known to be split")
         shards = []
         for operand, axis in zip(node.inputs, axes, strict=True):
             if operand is None or axis is None:
                 continue
+            # Every rank has all of an operand that is broadcast, and cuts constants itself (`_local_constants`).
             is_broadcast = node.op_type in ELEMENTWISE and len(node.inputs) > 1 and shape_of(operand)[axis] == 1
             if is_broadcast or _is_constant(operand, axis, shard):
                 continue

@@ -85,6 +85,7 @@ def shard_block(block: Graph, before: AttentionVariant | None, after: AttentionV
     model = ir.from_proto(block.proto)
     try:
         sharding = ShardingFinder(model, slots, input_shards, output_shards, ranks).find()
+        # Joining sums changes the graph, so shards are found again.
         if change(model, JoinSums(sharding)):
             sharding = ShardingFinder(model, slots, input_shards, output_shards, ranks).find()
         pieces = _PieceCutter(model.graph, slots, sharding).pieces()
@@ -249,6 +250,7 @@ class _PieceCutter:
         result, shard = next(iter(shards.items()))
         shape = shape_of(result)
         if node.op_type in ("Reshape", "Expand"):
+            # The target may have fewer dimensions than the result, to which it is aligned at the last one.
             target = required(array_of(node.inputs[1])).copy()
             axis = shard.axis - (len(shape) - len(target))
             if axis >= 0 and target[axis] == shape[shard.axis]:
@@ -266,6 +268,8 @@ class _PieceCutter:
             array = array_of(operand)
             if array is not None:
                 axis = shard.axis - (len(shape) - array.ndim)
+                # Not of 1, which is broadcast, and not of a rank's size already. All ranks take the first one's part:
+                # the finder made sure that they are equal.
                 if axis >= 0 and array.shape[axis] not in (1, shard.count):
                     local[position] = np.take(array, shard.indices[0], axis)
         return local

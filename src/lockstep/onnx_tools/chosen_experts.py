@@ -68,6 +68,7 @@ def _all_experts(graph: ir.Graph, total: ir.Node) -> _AllExperts | None:
     scaled = maker(first.inputs[0], "Mul")
     if result is not second.outputs[0] or scaled is None:
         return None
+    # The first product reads tokens times scores, in either order; scores are scattered, then passed through a sigmoid.
     for factors, rows in (scaled.inputs, reversed(scaled.inputs)):
         activations, scattered = _chain(factors, "Cast", "Reshape", "Sigmoid", "Transpose")
         _, tokens = _chain(rows, *_SHAPING)
@@ -75,7 +76,9 @@ def _all_experts(graph: ir.Graph, total: ir.Node) -> _AllExperts | None:
         if scatter is None or all(node.op_type != "Sigmoid" for node in activations):
             continue
         choice = maker(scatter.inputs[1], "TopK")
-        count = None if choice is None else array_of(choice.inputs[1])
+        if choice is None:
+            continue
+        count = array_of(choice.inputs[1])
         if count is not None:
             return _AllExperts(tokens, count.item(), scatter, activations, first, second, total)
     return None

@@ -260,6 +260,7 @@ class _Cut:
             product = self._products.get(str(node.outputs[0].name))
             if node.op_type != "MatMulNBits" and not is_expert_product(node):
                 continue
+            # Shape inference knows no quantized product, and none of experts: a Gemm of the same shapes stands in.
             product = product or required(_product(node))
             experts = product.experts
             shape = [product.out_features, product.in_features]

@@ -222,13 +222,18 @@ class _GroupedProduct:
         writer = self._writer
         sizes = {name: attribute(product.gathers[0], name, 0) for name in ("bits", "block_size")}
         experts, rows, columns = sizes_of(product.stacks[0])[:3]
+        # A quantized stack is [experts, rows, groups, bytes]; a decoded one has its shape only after decoding.
         if product.is_quantized:
             columns *= sizes["block_size"]
         if product.decode:
             decoded_shape = array_of(product.decode[-1].inputs[1])
             assert decoded_shape is not None
             rows, columns = map(int, decoded_shape[1:])
-        in_features, out_features = (columns, rows) if product.transposed else (rows, columns)
+        in_features = rows
+        out_features = columns
+        if product.transposed:
+            in_features = columns
+            out_features = rows
         slots_of_stacks = [self._expert_slots(stack) for stack in product.stacks]
         ordered = writer.op("Gather", writer.op("Reshape", product.rows, [-1, in_features]), self._order.order, axis=0)
         names = [f"{self._prefix}/rows_{expert}" for expert in range(experts)]
@@ -247,7 +252,9 @@ class _GroupedProduct:
             else:
                 products.append(writer.op("Gemm", expert_rows, *slots, result=out, transB=int(product.transposed)))
         unordered = writer.op("Gather", writer.op("Concat", *products, axis=0), self._order.back, axis=0)
-        shape = [-1, out_features, 1] if product.is_first else [-1, 1, out_features]
+        shape = [-1, 1, out_features]
+        if product.is_first:
+            shape = [-1, out_features, 1]
         writer.op("Reshape", unordered, shape, name=product.node.name, replaces=product.node.outputs[0])
 
     def _branches(self, rows: ir.Value, slots: Sequence[ir.Value], out: str, out_features: int) -> Mapping[str, Any]:

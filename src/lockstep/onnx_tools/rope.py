@@ -84,6 +84,7 @@ def rotated_query(graph: ir.Graph, variant: AttentionVariant, eps: float | None)
         if len(scales) != 1:
             continue
         shape = array_of(readers[0].inputs[1])
+        # The graph's scale was rounded to its type, the variant's was not.
         rounding = (eps or np.finfo(scales[0].dtype).eps) / 2
         is_scale = math.isclose(float(scales[0]), variant.scale, rel_tol=rounding)
         if shape is not None and shape.tolist() == groups and is_scale:
@@ -139,7 +140,9 @@ def attention(
     kv = variant.num_kv_heads
     rows = []
     for row, length in enumerate(lengths):
-        first = max(0, length + 1 - variant.window) if variant.window else 0
+        first = 0
+        if variant.window:
+            first = max(0, length + 1 - variant.window)
         new_key = key[row].astype(np.float32).reshape(kv, 1, -1)
         new_value = value[row].astype(np.float32).reshape(kv, 1, -1)
         keys = np.concatenate([past_key[row, :, first:length].astype(np.float32), new_key], axis=1)
@@ -148,6 +151,7 @@ def attention(
         scores = np.einsum("hd,hsd->hs", query_row, keys.repeat(heads // kv, axis=0)) * variant.scale
         if variant.softcap:
             scores = variant.softcap * np.tanh(scores / variant.softcap)
+        # A sink takes a share of the weights and has no value.
         scores = np.concatenate([scores, sinks[row]], axis=1)
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))
         weights = (weights / weights.sum(axis=1, keepdims=True))[:, : keys.shape[1]]

@@ -84,6 +84,7 @@ def _eight_bit_steps(graph: ir.Graph) -> set[ir.Value]:
         is_e4m3 = node.op_type == "Cast" and attribute(node, "to") == ir.DataType.FLOAT8E4M3FN
         if node.op_type != "Round" and not is_e4m3:
             continue
+        # Round(x / step) * step, and the operators that compute the step from x.
         division = maker(node.inputs[0], "Div")
         if division is None:
             continue

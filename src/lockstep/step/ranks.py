@@ -80,7 +80,11 @@ class RankBlock:
                 arrays.update(piece_outputs)
             for partial_name, total_name in piece.sums.items():
                 partials = [arrays[partial_name] for arrays in ranks]
-                total = outputs[total_name] if total_name in outputs else np.empty_like(partials[0])
+                # All ranks read one array: they run one after another in this process.
+                if total_name in outputs:
+                    total = outputs[total_name]
+                else:
+                    total = np.empty_like(partials[0])
                 calls.append(functools.partial(_all_reduce, partials, total))
                 for arrays in ranks:
                     arrays[total_name] = total

@@ -50,13 +50,16 @@ class WeightInputs:
                 continue
             shape, dtype = self.slots[slot]
             check_arrays([weights[name] for name in names], shape, dtype, f"{where}: slot {slot}")
+            # A checkpoint has a tensor for each expert, or several of one, or all experts stacked in few tensors.
             per_expert, remainder = divmod(len(names), len(inputs))
             if not remainder:
                 for number, name in enumerate(inputs):
                     bound[name] = names[number * per_expert : (number + 1) * per_expert]
                 continue
             stack = slot_array(weights, names, shape)
-            tensor = names[0] if len(names) == 1 else None
+            tensor = None
+            if len(names) == 1:
+                tensor = names[0]
             for number, name in enumerate(inputs):
                 tensors.add(name, tensor, number, stack)
                 bound[name] = [name]

@@ -39,6 +39,7 @@ def compress(model: Any, weights: list[Weight]) -> None:
             kind = openvino.Type.u8
         data = _input(str(weight.data.name), kind, [weight.rows, groups, weight.group_size])
         scales = _input(str(weight.scales.name), scale_kind, [weight.rows, groups, 1])
+        # OpenVINO recognizes this subgraph (convert, subtract, multiply, reshape), and keeps the weight compressed.
         if weight.is_mxfp4:
             number = _to_float(data)
             factor = _to_float(scales)

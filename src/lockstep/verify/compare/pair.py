@@ -166,9 +166,12 @@ class Pair:
                 break
             feed = sweep.feed(trial)
             shapes = {name: array.shape for name, array in feed.items()}
+            # The first profile that takes these shapes, as at run time.
             number = next(number for number, profile in enumerate(all_profiles) if inputs.takes(profile, shapes))
             outputs = self.run_engine(feed, number)
             tried.append(trial)
+            # A row whose bits an earlier trial had was judged there. Trials at the end of the precision, or at far
+            # positions, are always judged.
             is_row_wise = sweep.is_row_wise and not trial.scaled and not trial.is_far
             if is_row_wise and earlier.has(trial, outputs):
                 continue
