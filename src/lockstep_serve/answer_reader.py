@@ -286,6 +286,7 @@ class AnswerReader:
         assert self._plan.format is not None
         source = self._source
         opening = self._plan.format.opening
+        # Some formats have calls without a mark, if the answer begins with their first character.
         if self._at_start and opening:
             text = source.text.lstrip()
             if not text and not ended:

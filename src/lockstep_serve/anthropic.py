@@ -165,6 +165,7 @@ def _messages(message: Any, where: str) -> list[dict[str, Any]]:
             raise _invalid(
                 place, "a block of text, tool_use, tool_result or thinking: this model reads text only", kind
             )
+    # Results of tools are messages before the user's own text, if there is any.
     if role == "user" and results and not texts:
         return results
     turn: dict[str, Any] = {"role": role, "content": "\n".join(texts)}

@@ -140,6 +140,7 @@ class _Lifecycle:
         stop_requested = asyncio.create_task(signals.get())
         starting = asyncio.create_task(service.start())
         try:
+            # A signal while the engine loads ends the server at once: it has no requests to drain.
             await asyncio.wait((starting, stop_requested), return_when=asyncio.FIRST_COMPLETED)
             if not starting.done():
                 starting.cancel()
@@ -151,6 +152,7 @@ class _Lifecycle:
             asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, service.describe)
             processes.freeze_heap()
             say(self._ready_line(sockets, listeners))
+            # Until a signal, or until the engine or the HTTP server ends by itself.
             failed = asyncio.create_task(service.ended.wait())
             await asyncio.wait((http.serving, stop_requested, failed), return_when=asyncio.FIRST_COMPLETED)
             failed.cancel()

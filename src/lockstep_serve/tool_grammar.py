@@ -41,6 +41,7 @@ def answer_grammar(
     answer = None
     if tools is not None and tools.choice == "none":
         tools = None
+    # The answer after reasoning: calls alone, text or calls, or what the response format allows.
     if tools is not None and format is not None and tools.must_call:
         schemas = dict(tools.schemas)
         if tools.named:
@@ -54,6 +55,7 @@ def answer_grammar(
                 "to a schema; or leave out strict and response_format",
                 "tools",
             )
+        # Tools that are not strict may get any arguments.
         schemas = dict.fromkeys(tools.schemas, {"type": "object"})
         schemas |= {name: tools.schemas[name] for name in tools.strict}
         answer = lark.calls_or(format, schemas, tools.single, grammar is not None)
@@ -65,6 +67,7 @@ def answer_grammar(
         return None
     if reasoning is None and answer == "@answer":
         return grammar
+    # Reasoning before it: begun already by the prompt (`opened`), or optional.
     name = "tools"
     if reasoning is not None:
         thinking = lark.reasoning(reasoning, plan.opened, budget)

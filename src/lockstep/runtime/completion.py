@@ -99,7 +99,9 @@ class Collector:
             choice.logprobs.append(logprobs)
         stream = self._streams[number]
         stop = self._filters[number]
-        text = "" if finish == "stop_id" else stream.push(token)
+        text = ""
+        if finish != "stop_id":  # whose text is no part of the answer
+            text = stream.push(token)
         may_end = len(choice.token_ids) > self._min_stop_tokens
         if finish:
             text += stream.finish()

@@ -439,6 +439,8 @@ class Engine:
         tokens: list[Token] = []
         accepted = Counter[ActiveChoice]()
         drafted = [entry for entry in drafted if entry[0].scheduled in self.choices]
+        # One round for each position of the drafts, over all choices whose drafts were right so far: choosing many
+        # tokens at once is much faster than one at a time.
         continued = drafted
         for number in itertools.count():
             continued = [

@@ -526,7 +526,7 @@ class Scheduler:
         if self.options.admission == "optimistic":
             tokens = min(tokens, request.num_prompt_tokens + self._lookahead)
         needed = self.pages_for(request, tokens)
-        if tables.shares:
+        if tables.shares:  # pages of a prefix are shared, not copied
             needed -= len(prefix_pages)
         if needed > tables.pool.num_available:
             tables.pool.release(prefix_pages)
@@ -536,7 +536,7 @@ class Scheduler:
         if tables.shares:
             tables.share(request.slot, prefix_pages)
         tables.reserve({request.slot: tokens})
-        for sibling in request.siblings:
+        for sibling in request.siblings:  # which will share the prompt's full pages
             self._claim_slot(sibling)
             tables.reserve({sibling.slot: tokens - self._shared_tokens(request)})
         self._insert(request)

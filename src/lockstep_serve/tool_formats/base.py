@@ -148,12 +148,16 @@ class Source:
             raise Malformed
         self.at = start
         while True:
-            pattern = _INSIDE if inside else _OUTSIDE
+            # Up to the next character that matters: a quote or an escape within a string, brackets and quotes outside.
+            pattern = _OUTSIDE
+            if inside:
+                pattern = _INSIDE
             match = pattern.match(self.text, self.at)
             assert match is not None
             self.at = match.end()
             character = self.text[self.at : self.at + 1]
             if not character or (character == "\\" and self.at + 1 == len(self.text)):
+                # The end of the text so far: stream it, and wait for more. Half an escape waits, too.
                 if sends and self.at > sent:
                     yield Event("arguments", self.text[sent : self.at])
                     sent = self.at

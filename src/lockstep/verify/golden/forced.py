@@ -157,7 +157,9 @@ def force(
     pauses: let requests pause, and shuffle the others, seeded, so that rows of many lengths are batched. follow:
     returns a request's expected logits once it has run. Returns the errors of each request, in their order.
     """
-    random = np.random.default_rng(_SEED) if pauses else None
+    random = None
+    if pauses:
+        random = np.random.default_rng(_SEED)
     results = [Errors(request.bounds) for request in requests]
     waiting = deque(_Running(request, errors, 0, deque(request.ends)) for request, errors in zip(requests, results))
     slots: dict[int, _Running] = {}
