@@ -55,7 +55,7 @@ _TEMPERATURES = (1.0, 0.6)
 class Tables:
     """Expected answers: {name: log-probabilities [questions, candidates]}, {precision: rms noise [questions]}.
 
-    -inf: no candidate. A hypothesis' name is what stands before " / " in a table's; "as published" has the first.
+    -inf: no candidate. A hypothesis' name is the part before " / " of a table's; "as published" has the first.
     """
 
     values: Mapping[str, np.ndarray]
@@ -95,7 +95,9 @@ def members(tables: Tables, precisions: Sequence[str] = ("fp32", "fp16", "bf16")
     """Return the members of all hypotheses, those of "as published" first. precisions: it may be served in."""
     published = tables.values[PUBLISHED]
     noise = {**tables.noise, "fp32": tables.noise["fp16"]}
-    scales = [np.hypot(_LEAST, factor * noise[precision]) for precision in precisions for factor in _KERNELS[precision]]
+    scales = []
+    for precision in precisions:
+        scales += [np.hypot(_LEAST, factor * noise[precision]) for factor in _KERNELS[precision]]
     all_members = [Member(PUBLISHED, published, scale) for scale in scales]
     everywhere = np.ones(len(published))
     for name, means in tables.values.items():
@@ -224,7 +226,8 @@ def alarms(members: Sequence[Member], likelihoods: np.ndarray, requests: int, dr
         families = np.stack([_log_mean_exp(sums[is_of_it]) for is_of_it in hypotheses])
         evidence = _log_mean_exp(families) - sums[names == PUBLISHED].max(axis=0)
         above = np.flatnonzero(evidence >= LIMIT)
-        first[draw] = EVERY * (above[0] + 1) if len(above) else 0
+        if len(above):
+            first[draw] = EVERY * (above[0] + 1)
     return first
 
 
@@ -238,7 +241,9 @@ def power(members: Sequence[Member], true: Member, listed: int, requests: int) -
     for member in members:
         if member.hypothesis in chances or member.hypothesis == PUBLISHED:
             continue
-        scale = member.scale if member.hypothesis == OTHER else true.scale
+        scale = true.scale
+        if member.hypothesis == OTHER:
+            scale = member.scale
         likelihoods = log_likelihoods(members, simulated(replace(member, scale=scale), listed, random))
         chances[member.hypothesis] = float(np.mean(alarms(members, likelihoods, requests, _DRAWS) > 0))
     return chances

@@ -101,6 +101,10 @@ class _Answered:
         largest = max(self.likelihoods.values())
         return {name: value - largest for name, value in self.likelihoods.items()}
 
+    def trace_of(self, name: str) -> tuple[float, ...]:
+        """Return a hypothesis' relative log-likelihood after each round."""
+        return tuple(entry[name] for entry in self.trace)
+
     def excluded(self, than: str = PUBLISHED) -> list[str]:
         return [name for name, value in self.likelihoods.items() if self.likelihoods[than] - value >= LIMIT]
 
@@ -219,8 +223,8 @@ class _Session:
                 self.notes["at once"] = f"{burst} at once: {error}"
                 break
             pairs = [(first[number], reply) for number, reply in zip(numbers, replies) if reply is not None]
-            bits = sum(one == other for one, other in pairs)
-            tokens = sum(one.text == other.text for one, other in pairs)
+            bits = sum(alone == reply for alone, reply in pairs)
+            tokens = sum(alone.text == reply.text for alone, reply in pairs)
             equal[str(burst)] = len(pairs), bits, tokens
             for number, reply in zip(numbers, replies):
                 if burst == _BURSTS[-1] and reply is not None and number not in crowded.numbers:
@@ -267,7 +271,7 @@ def certify(endpoint: Endpoint, model: str, hypotheses_json: Path, requests: int
         verdict=verdict,
         best=best,
         log_likelihoods=answered.relative(),
-        trace={name: tuple(entry[name] for entry in answered.trace) for name in answered.likelihoods},
+        trace={name: answered.trace_of(name) for name in answered.likelihoods},
         excluded=tuple(excluded),
         log_evidence=evidence,
         power=powers,

@@ -79,7 +79,7 @@ def make_hypotheses(checkpoint_json: Path, reference_json: Path, out: Path, comp
         raise InputError(f"{reference_json}: expected prompts whose text leads to their tokens, found none")
     logits = {name: compute() for name, compute in _hypotheses(model, tokenizer, cuts)}
     published = logits[PUBLISHED]
-    candidates = [_candidates([table[number] for table in logits.values()]) for number in range(len(cuts))]
+    candidates = [_candidates(rows) for rows in zip(*logits.values())]
     logits[PENALTY] = np.stack([_penalised(row, cut.ids) for row, cut in zip(published, cuts)])
     tables = {name: _table(rows, candidates) for name, rows in logits.items()}
     arrays = {f"values.{name}": table for name, table in tables.items() if name not in ("fp16", "bf16")}
@@ -112,7 +112,9 @@ def _cuts(
         sequences.append((*prompt.prompt_ids, *prompt.tokens[:-1]))
         for _ in range(_NUM_DRAWN):
             sequences.append((*prompt.prompt_ids, *_drawn(model, prompt.prompt_ids, _DRAWN_TOKENS, generator)))
-    places = [(sequence, end) for sequence in sequences for end in range(_FEWEST, len(sequence) + 1)]
+    places = []
+    for sequence in sequences:
+        places += [(sequence, end) for end in range(_FEWEST, len(sequence) + 1)]
     order = torch.randperm(len(places), generator=generator).tolist()
     completions = _readable(tokenizer, [places[number] for number in order], count)
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _LONG_TOKENS
@@ -288,7 +290,7 @@ def _kv_cache(model: PreTrainedModel) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _rope(model: PreTrainedModel, changed: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Run a model with other RoPE frequencies. changed: of its own, and of the exponents 0, 2 / d, 4 / d."""
+    """Run a model with other RoPE frequencies. changed: from the old ones and the exponents 0, 2 / d, 4 / d."""
     modules = [module for module in model.modules() if isinstance(getattr(module, "inv_freq", None), torch.Tensor)]
     originals: list[Any] = [module.inv_freq for module in modules]
     for module, frequencies in zip(modules, originals):

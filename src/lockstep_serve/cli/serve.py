@@ -18,7 +18,7 @@ from lockstep.cli.options import AT_LEAST_0, AT_LEAST_1, PATH, RESULTS
 from lockstep.errors import PREFIX, Ended
 from lockstep.targets import MOST_RANKS
 from lockstep_serve.cli.serve_options import run_server
-from lockstep_serve.protocols import protocol_plugins
+from lockstep_serve.protocols import ProtocolPlugin, protocol_plugins
 from lockstep_serve.settings import EngineOptions, ServiceLimits
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -50,6 +50,10 @@ class _Bytes(click.ParamType):
         return size
 
 
+def _option_names(plugin: ProtocolPlugin) -> str:
+    return " ".join(option.opts[0][2:] for option in plugin.options)
+
+
 class _Serve(GroupedCommand):
     groups = {
         "Where it listens": "host port unix api-key-file until-stdin-ends",
@@ -58,7 +62,7 @@ class _Serve(GroupedCommand):
         "What requests may do": "served-model-name models allow-adapter-loading tool-call-parser "
         "reasoning-parser max-queue max-queue-tokens queue-timeout grammar-timeout max-body body-timeout slow-reader",
         "Operation": "drain stall metrics-prefix log-level request-log otlp-traces-endpoint",
-        **{plugin.title: " ".join(option.opts[0][2:] for option in plugin.options) for plugin in protocol_plugins()},
+        **{plugin.title: _option_names(plugin) for plugin in protocol_plugins()},
     }
 
 
@@ -233,4 +237,5 @@ def serve(
         raise SystemExit(128 + number) from None
 
 
-serve.params += [option for plugin in protocol_plugins() for option in plugin.options]
+for _plugin in protocol_plugins():
+    serve.params += _plugin.options
