@@ -447,6 +447,6 @@ def test_a_run_is_for_a_device_of_the_config():
 def test_backends_that_are_missing_are_known_and_a_devices_are_not_looked_at() -> None:
     model = {**SMALLEST["models"]["m"], "precisions": ["fp16"], "backends": ["tensorrt"]}
     (reason,) = load({"models": {"m": model}}).missing_backends().values()
-    assert reason.startswith("the Python package tensorrt is") and "pip install tensorrt" in reason
+    assert reason.startswith("the Python package tensorrt is") and 'pip install ".[tensorrt]"' in reason
     device = {"devices": {"gpu": {"backend": "tensorrt", "gpu": "A"}}}
     assert not load({"models": {"m": {**model, "backends": ["gpu"]}}, **device}).missing_backends()
