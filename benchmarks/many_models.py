@@ -21,6 +21,7 @@ from benchmarks.gpu import build_seconds, random_weights
 from benchmarks.measure import deliver, read_json, spread, surroundings
 from benchmarks.shapes import config_of
 from lockstep import Advance, Assembly, CheckpointFiles, Engine, Model, ModelOptions, Request
+from lockstep.backends import get_backend
 
 OPTIONS = (
     options.SHAPE,
@@ -55,7 +56,8 @@ def run(
     """Build, and measure."""
     assembly = Assembly.load(assembly_json)
     engines = work / backend / "engines.json"
-    build_seconds(assembly_json, engines, backend, LIMITS)
+    takes = get_backend(backend).default_options()
+    build_seconds(assembly_json, engines, backend, {name: size for name, size in LIMITS.items() if name in takes})
     weights = []
     for number in range(models):
         path = work / f"weights-{number}" / "weights.json"
