@@ -1,6 +1,6 @@
-"""`many-models`: what it costs that one engine set runs many fine-tunes, on a CPU or a GPU.
+"""`many-models`: the cost of many fine-tunes in one engine set, on a CPU or a GPU.
 
-A switch, from files and from page-locked memory; a step, beside that of a model alone; and the time to the first token
+A switch, from files and from page-locked memory; a step, and that of a model alone; and the time to the first token
 where requests for all models come at random, most of them for few (Zipf).
 
 In: a shape, and how many models of random weights. Out: a record.
@@ -27,7 +27,7 @@ OPTIONS = (
     options.SHAPE,
     options.choice("--precision", "fp16", "fp32", "w4a16"),
     options.choice("--backend", "cuda", "onnxruntime", "openvino", "tensorrt"),
-    options.number("--models", 8, "Fine-tunes, each with random weights of its own."),
+    options.number("--models", 8, "Fine-tunes, each with other random weights."),
     options.number("--loaded", 4, "Models whose weights are in the device's memory at a time."),
     options.Option("--rate", "Requests a second.", 8.0, float, minimum=0.01),
     options.number("--requests", 400, "Requests in all."),
