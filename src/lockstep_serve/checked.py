@@ -13,7 +13,7 @@ from typing import Any
 
 from lockstep.artifacts.chat_template import ChatTemplate
 from lockstep.runtime.tokenizer import Tokenizer
-from lockstep.verify.served.server import EngineFiles
+from lockstep.verify.served.server import EngineFiles, Server
 from lockstep_serve.run import listening
 from lockstep_serve.service import Service
 from lockstep_serve.settings import EngineOptions, ServedModelOptions, ServiceLimits, ServiceOptions
@@ -32,7 +32,7 @@ class CheckedServer(Service):
         return listening(self, path)
 
 
-def open_server(files: EngineFiles, name: str) -> CheckedServer:
+def open_server(files: EngineFiles, name: str) -> Server:
     """Return a server of an engine set, not started yet. name: of the model, in requests."""
     engine = EngineOptions(
         files.engines,

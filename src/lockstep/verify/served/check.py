@@ -208,7 +208,7 @@ class _Check:
 
     def judge(self, model: Model) -> None:
         """Judge the answers to golden prompts. model: the server's, opened here."""
-        decode = self.server.tokenizer.decode
+        decode = self.server.default.tokenizer.decode
         model_logits = self._own_logits(model)
         faults = []
         for received in self._received:

@@ -122,7 +122,7 @@ class SamplingCheck:
     async def _chat(self, socket: Path, case: Case, room: int, stream: bool) -> None:
         """Request a completion and a chat of the same prompt: their answers must be the same."""
         server = self._server
-        if server.chat.fault is not None:
+        if server.default.chat.fault is not None:
             return
         how = "streamed" if stream else "whole"
         common = {**case.body, "model": server.name}
@@ -142,7 +142,7 @@ class SamplingCheck:
         if bounds.largest and chat.text != text.text:  # the chat's tokens are not known
             return
         chat = replace(chat, token_ids=text.token_ids)
-        if server.reasoning_format is not None:  # its content is only a part of the text
+        if server.default.reasoning_format is not None:  # its content is only a part of the text
             chat = replace(chat, text=text.text)
         self._received.append(Received(case.name, f"{how} chat", replace(request, is_chat=True), chat, bounds))
 

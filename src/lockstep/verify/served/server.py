@@ -32,20 +32,30 @@ class EngineFiles:
     chunk_size: int | None
 
 
-class Server(Protocol):
-    """A server in this process, whose engine runs in another.
+class ServedModel(Protocol):
+    """A model of a server.
 
-    restarts: of the engine, after it died. chat: its `fault` says why it takes no chats. tool_format, reasoning_format:
-    None where the model has none. ready: the engine's limits, and the identity of what is computed.
+    chat: its `fault` says why it takes no chats. tool_format, reasoning_format: None where the model has none.
     """
 
-    name: str
     tokenizer: Tokenizer
-    restarts: int
     chat: Any
     tool_format: Any
     reasoning_format: Any
 
+
+class Server(Protocol):
+    """A server of one model in this process, whose engine runs in another.
+
+    name: of the model, in requests. restarts: of the engine, after it died. ready: the engine's limits, and the
+    identity of what is computed.
+    """
+
+    name: str
+    restarts: int
+
+    @property
+    def default(self) -> ServedModel: ...
     @property
     def ready(self) -> Any: ...
     @property

@@ -24,9 +24,10 @@ _TOOL = {"name": "weather", "description": "Tell the weather of a city.", "param
 
 def calls_tools(server: Server) -> bool:
     """Return whether the model has a format of calls and context for one, and its reasoning can be cut off."""
-    reasoning = server.reasoning_format
-    has_format = server.tool_format is not None and server.chat.fault is None
-    can_end = reasoning is None or server.tokenizer.token_id(reasoning.end) is not None
+    model = server.default
+    reasoning = model.reasoning_format
+    has_format = model.tool_format is not None and model.chat.fault is None
+    can_end = reasoning is None or model.tokenizer.token_id(reasoning.end) is not None
     return has_format and can_end and server.ready.max_seq_len >= _CONTEXT
 
 
