@@ -7,15 +7,14 @@ from lockstep.runtime import Model, ModelOptions
 CHUNK = 64
 
 
-def open_model(demo, precision="fp32", **options):
+def open_model(demo, precision="fp32", layers="all", **options):
     paths = (
         demo.engines("demo-llama", precision, "onnxruntime"),
         demo.assembly("demo-llama", precision),
         demo.weights("demo-llama", precision),
     )
-    return Model.open(
-        *paths, options=ModelOptions(**{"max_batch_size": 4, "max_seq_len": 256, "chunk_size": CHUNK} | options)
-    )
+    sizes = {"max_batch_size": 4, "max_seq_len": 256, "chunk_size": CHUNK}
+    return Model.open(*paths, layers, ModelOptions(**sizes | options))
 
 
 def ids(length, seed=0):

@@ -247,7 +247,10 @@ def test_generate_says_what_the_golden_text_says_and_how_fast(finished: Checkout
         (("demo-llama/fp64/all", "--prompt", "A"), "target: expected one of"),
         (("demo-llama/fp32/all", "--prompt", "word " * 500), "expected 1 to 128 tokens"),
         (("demo-llama/fp32/all", "--prompt", "A", "--temperature", "-1"), "temperature: expected 0 or more"),
-        (("demo-llama/fp32/all", "--prompt", "A", "--results", "nowhere"), "nowhere/config.json: expected a file"),
+        (
+            ("demo-llama/fp32/all", "--prompt", "A", "--results", "nowhere"),
+            "nowhere: expected results of a run, found none in ",
+        ),
     ],
 )
 def test_a_mistake_in_a_command_is_one_line(finished: Checkout, arguments: tuple[str, ...], message: str) -> None:

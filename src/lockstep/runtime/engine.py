@@ -388,7 +388,8 @@ class Engine:
         Raises CheckError when the device fails. This error, and any that `Request.choose` raises, ends all requests.
         """
         self._admit_compiled()
-        self._finish_loads()
+        if self._model.checkpoints.residency is not None:
+            self._finish_loads()
         self.prompt_logprobs = []
         self.admitted = []
         self._aborted.clear()
@@ -510,7 +511,8 @@ class Engine:
                 model.move(slot, request.slot)
                 self.choices[request].forget_slot()
         step = scheduler.schedule()
-        model.checkpoints.start_loads()
+        if model.checkpoints.residency is not None:
+            model.checkpoints.start_loads()
         for request in step.swapped_in:
             model.swap_in(request.slot, self.swapped.pop(request))
         self.admitted += [(self.choices[request].index, request.num_computed) for request, _ in step.admitted]
@@ -611,7 +613,11 @@ class Engine:
 
         unknown: requests whose last token the previous step is still computing.
         """
-        advances = []
+        advances: list[Advance] = []
+        if not step.shares:
+            return advances
+        takes_samplings_early = self._model.async_scheduling
+        network = self._model.checkpoints.network(step.shares[0][0].slot)  # a step is of one checkpoint
         for scheduled, count in step.shares:
             choice = self.choices[scheduled]
             start = scheduled.num_computed
@@ -626,12 +632,11 @@ class Engine:
             masks = None
             if not choice.needs_logits(self._device_processes):
                 # Parameters are needed at the end of the prompt, but changing them would disturb a step launched ahead.
-                if self._model.async_scheduling or chooses:
+                if takes_samplings_early or chooses:
                     self._set_sampling(choice)
                 if chooses and self._device_processes and not choice.replayed:
                     num_unknown = int(tokens is PREVIOUS_TOKEN)
                     masks = choice.masks(self._model.vocab_size, num_unknown)
-            network = self._model.checkpoints.network(scheduled.slot)
             verifies = scheduled in step.drafts
             advances.append(Advance(scheduled.slot, tokens, start, verifies, keeps_states, masks, network))
         return advances

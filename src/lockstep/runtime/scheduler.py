@@ -335,9 +335,10 @@ class Scheduler:
         if self.options.admission == "optimistic":
             # Running requests come before new ones; `victim` has made room for these pages.
             self.tables.reserve(self._ends_on_new_pages())
-        blocked = _Blocked()
-        if self._swap_in(step, blocked):
-            self._admit(step, blocked)
+        if self._swapped or self._waiting:
+            blocked = _Blocked()
+            if self._swap_in(step, blocked):
+                self._admit(step, blocked)
         running = self._running if self._networks is None else self._of_one_checkpoint()
         step.shares = [(request, 1) for request in running if request.decodes]
         budget = self.options.max_num_tokens - len(step.shares)

@@ -212,9 +212,10 @@ def serve(
     drafts: str | None,
     **options: Any,
 ) -> None:
-    """Serve a target, such as demo-llama/fp16, or a bundle, over HTTP; or several that share their engines.
+    """Serve a target, such as demo-llama/fp16, or a bundle.
 
-    OpenAI's API, Triton's, health, metrics and a web page; Triton's over gRPC, too.
+    Or several that share their engines. OpenAI's and Triton's APIs, health, metrics and a web page over HTTP; Triton's
+    over gRPC, too.
 
     Prints one line when it is ready and warm. SIGTERM or Ctrl-C: takes nothing new, finishes what runs, ends.
     """

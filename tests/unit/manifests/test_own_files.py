@@ -64,9 +64,12 @@ CALLS: dict[str, Callable[[Demo, Path], object]] = {
     ),
 }
 NO_FILES = {  # public, and write nothing, or are classes
-    *("Advance", "Assembly", "CheckError", "Engine", "EngineSet", "GoldenTerms", "InputError", "Limits", "Model"),
+    *("Advance", "Assembly", "CheckError", "CheckpointFiles", "Engine", "EngineSet", "GoldenTerms", "InputError"),
     *(
+        "Limits",
+        "Model",
         "ModelDrafter",
+        "ModelOptions",
         "NgramDrafter",
         "Speculation",
         "Request",

@@ -448,6 +448,11 @@ def test_a_bundle_is_served_with_its_weights_in_the_archive(demo: Results, tree:
         (("demo-llama/fp32/all", "--host", "256.0.0.1"), "expected an address that is free, found 256.0.0.1:"),
         (("demo-llama/fp32/all", "--api-key-file", "/nowhere"), "/nowhere: expected a file of API keys"),
         (("demo-llama/fp32/all", "--metrics-prefix", "a b"), "--metrics-prefix: expected letters"),
+        (("demo-llama/fp32/all", "demo-llama/fp32/2"), "models: expected a name for each, found demo-llama twice"),
+        (
+            ("demo-llama/fp32/all", "demo-llama/fp32/2", "--served-model-name", "a", "--served-model-name", "b"),
+            "expected the engines of demo-llama/fp32/all/onnxruntime, found another layers: 2, not all",
+        ),
     ],
 )  # fmt: skip
 def test_a_server_that_cannot_start_says_why_in_one_line(tree: Path, arguments: tuple[str, ...], line: str) -> None:

@@ -81,7 +81,7 @@ def plant(folder: Path, phase: str, fault) -> None:
         marks=pytest.mark.long),
     (POSITIONS_CLAMPED_AT_63, "decode", r"after 63 cached tokens, decode\.key_out"),
     (ROWS_FROM_64_ON_FORGOTTEN, "decode", r"after 63 cached tokens, decode\.attention"),
-    pytest.param(ROWS_FROM_64_ON_FORGOTTEN, "prefill", r"behind 127 cached tokens, chunked\.attention",
+    pytest.param(ROWS_FROM_64_ON_FORGOTTEN, "prefill", r"after 127 cached tokens, chunked\.attention",
         marks=pytest.mark.long),
 ])  # fmt: skip
 def test_a_graph_that_goes_wrong_behind_64_tokens_is_caught(demo, tmp_path, precision, fault, phase, tensor):
@@ -136,7 +136,7 @@ def test_a_wide_window_that_is_off_by_one_is_caught(windowed, tmp_path, precisio
         plant(folder, phase, fault)
         with pytest.raises(
             CheckError,
-            match=rf"behind 299 cached tokens, {past}\.attention: expected an "
+            match=rf"after 299 cached tokens, {past}\.attention: expected an "
             rf"error of at most",
         ):
             validated()
@@ -152,18 +152,18 @@ def test_a_wide_window_that_is_off_by_one_is_caught(windowed, tmp_path, precisio
     ("fault", "phase", "message"),
     [
         pytest.param(
-            *(POSITIONS_CLAMPED_AT_63, "prefill", r"the long prompt', behind 240 tokens, in one piece"),
+            *(POSITIONS_CLAMPED_AT_63, "prefill", r"the long prompt', after 240 tokens, in one piece"),
             marks=pytest.mark.long,
         ),
         pytest.param(
-            *(POSITIONS_CLAMPED_AT_63, "decode", r"the long prompt', behind \d+ tokens, in (one piece|pieces)"),
+            *(POSITIONS_CLAMPED_AT_63, "decode", r"the long prompt', after \d+ tokens, in (one piece|pieces)"),
             marks=pytest.mark.long,
         ),
-        (ROWS_FROM_64_ON_FORGOTTEN, "decode", r"the long prompt', behind \d+ tokens, in (one piece|pieces)"),
+        (ROWS_FROM_64_ON_FORGOTTEN, "decode", r"the long prompt', after \d+ tokens, in (one piece|pieces)"),
         *(
             pytest.param(*item, marks=pytest.mark.long)
             for item in (
-                (PAST_IGNORED, "prefill", r"the long prompt', behind \d+ tokens, in"),
+                (PAST_IGNORED, "prefill", r"the long prompt', after \d+ tokens, in"),
                 (third_row_sees_the_second, "decode", r"prompt '.*, step 1"),
             )
         ),
@@ -209,7 +209,7 @@ def test_a_golden_check_that_fails_says_which_engine_leaves_its_graph(references
         "engines": engines,
     }
     with pytest.raises(
-        CheckError, match=r"the long prompt', behind .*/2\.failed\.json; engine: .*attention\.decode"
+        CheckError, match=r"the long prompt', after .*/2\.failed\.json; engine: .*attention\.decode"
     ) as error:
         STAGES["golden"].run(
             Job(

@@ -142,5 +142,5 @@ def test_a_fault_far_from_every_edge_is_seen_when_decoding(references: Results, 
     assert 323 + 32 < long["decoded_positions"] < long["positions"] == 511, "those before edges, and those drawn"
     engines = shutil.copytree(right.parent, tmp_path / "engines") / "engines.json"
     plant_in_engine(engines, "attention.decode", wrong_from(300, 320))
-    with pytest.raises(CheckError, match=r"the long prompt', behind 3[0-2]\d tokens, token by token: expected a logit"):
+    with pytest.raises(CheckError, match=r"the long prompt', after 3[0-2]\d tokens, token by token: expected a logit"):
         checked(engines)
