@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shlex
 import signal
 import subprocess
@@ -17,8 +18,9 @@ from lockstep.checkpoint.source_files import present, read_source_json, shorten
 from lockstep.errors import InputError, truncate
 
 NAME = "tokenizer.json"
-# Seconds. The largest published file (35 MB) takes two; a busy machine is ten times slower.
+# Seconds of CPU time, which a busy machine does not change. The largest published file (35 MB) takes two.
 TIME_LIMIT = 60
+_HANGS_S = 1200  # for a process that waits and computes nothing
 
 
 def check_there(folder: Path) -> None:
@@ -40,7 +42,7 @@ def check_present(folder: Path) -> None:
 
 
 def check_loads(path: Path) -> None:
-    """Load the tokenizer and let it split texts, for at most `TIME_LIMIT` seconds.
+    """Load the tokenizer and let it split texts, for at most `TIME_LIMIT` seconds of CPU time.
 
     Raises InputError for a file that the tokenizers package does not load, whose expressions take too long or make it
     panic, and where that package is missing.
@@ -105,13 +107,17 @@ class _ScriptError(Exception):
 def run_script(script: str, argument: Path, path: Path) -> str:
     """Run a script on `argument` in another process; return the last line of its stdout.
 
-    Libraries may print earlier lines. path: of the tokenizer, for the InputError after a timeout. Raises _ScriptError
-    where the script fails.
+    Libraries may print earlier lines. path: of the tokenizer, for the InputError where the script takes longer than
+    `TIME_LIMIT`. Raises _ScriptError where the script fails.
     """
     if find_spec("tokenizers") is None:
         raise InputError(
             "tokenizer.json: needs the Python package 'tokenizers', which is not installed here; install it"
         )
+    explodes = InputError(
+        f"{path}: expected a tokenizer that splits {probe.LENGTH} characters at once, found it still at work after "
+        f"{TIME_LIMIT} s; its expressions explode: use the tokenizer.json that came with the model"
+    )
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     try:
         process = subprocess.run(
@@ -121,13 +127,13 @@ def run_script(script: str, argument: Path, path: Path) -> str:
             encoding="utf-8",
             errors="replace",
             env={**processes.environment(), **offline},
-            timeout=TIME_LIMIT,
+            timeout=_HANGS_S,
+            preexec_fn=_limit_cpu_time,
         )
     except subprocess.TimeoutExpired:
-        raise InputError(
-            f"{path}: expected a tokenizer that splits {probe.LENGTH} characters at once, found it still at work after"
-            f" {TIME_LIMIT} s; its expressions explode: use the tokenizer.json that came with the model"
-        ) from None
+        raise explodes from None
+    if process.returncode == -signal.SIGXCPU:
+        raise explodes
     last_line = process.stdout.strip("\n").rpartition("\n")[2]
     if not process.returncode:
         return last_line
@@ -135,3 +141,12 @@ def run_script(script: str, argument: Path, path: Path) -> str:
         name = signal.Signals(-process.returncode).name
         raise _ScriptError(f"its process ended by {name} (more than {probe.MEMORY_BYTES >> 30} GB of memory?)")
     raise _ScriptError(last_line or truncate(process.stderr.strip().rpartition("\n")[2]))
+
+
+def _limit_cpu_time() -> None:
+    """Let the kernel end this process, a child before it runs the script, after `TIME_LIMIT`."""
+    _, allowed = resource.getrlimit(resource.RLIMIT_CPU)
+    limit = TIME_LIMIT
+    if allowed != resource.RLIM_INFINITY:
+        limit = min(limit, allowed)
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, allowed))

@@ -46,11 +46,12 @@ def test_what_is_json_and_no_tokenizer(tmp_path, change, expected):
 
 
 @pytest.mark.long
-def test_a_tokenizer_that_does_not_end_is_ended(tmp_path):
+def test_a_tokenizer_that_does_not_end_is_ended(tmp_path, monkeypatch):
     """Each start of a match takes just less than the library's own limit of steps: minutes for a line of text."""
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps({"model": MODEL, **split_by("(?:a|aa){21}x")}))
-    line = error_of(check_loads, path, 2)
+    monkeypatch.setattr("lockstep.checkpoint.tokenizer_file.TIME_LIMIT", 2)
+    line = error_of(check_loads, path)
     assert line.startswith(
         f"{path}: expected a tokenizer that splits 256 characters at once, found it still "
         f"at work after 2 s; its expressions explode"
