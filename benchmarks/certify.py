@@ -19,7 +19,7 @@ from benchmarks.measure import deliver, surroundings
 from lockstep.artifacts.certificate import Hypotheses, Question
 from lockstep.artifacts.files import write_bytes
 from lockstep.certify.client import Endpoint, Reply
-from lockstep.certify.likelihood import PUBLISHED, alarms, log_likelihoods, members
+from lockstep.certify.likelihood import PUBLISHED, alarms, log_likelihoods, members, penalised
 from lockstep.certify.run import as_answers, read_tables
 
 DRAWN = "drawn at temperature 1"
@@ -98,13 +98,6 @@ def _replies(questions: Sequence[Question], logits: np.ndarray, fault: str) -> l
     return replies
 
 
-def penalised(row: np.ndarray, ids: Sequence[int], penalty: float) -> np.ndarray:
-    seen = np.unique(ids)
-    changed = row.copy()
-    changed[seen] = np.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
-    return changed
-
-
 def _cut(reply: Reply, listed: int) -> Reply:
     largest = sorted(reply.logprobs.items(), key=lambda item: -item[1])[:listed]
     return Reply(reply.text, dict(largest))
@@ -112,15 +105,14 @@ def _cut(reply: Reply, listed: int) -> Reply:
 
 def upper_bound(alarms: int, draws: int) -> float:
     """Return the upper 95 % bound of a rate (Clopper and Pearson), by bisection."""
-    low, high = alarms / draws, 1.0
+    counts = np.arange(alarms + 1)
+    log_factorials = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, draws + 1)))])
+    log_ways = log_factorials[draws] - log_factorials[counts] - log_factorials[draws - counts]
+    low = alarms / draws
+    high = 1.0
     for _ in range(60):
         rate = (low + high) / 2
-        counts = np.arange(alarms + 1)
-        log_factorials = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, draws + 1)))])
-        log_chances = (
-            log_factorials[draws] - log_factorials[counts] - log_factorials[draws - counts]
-            + counts * np.log(rate) + (draws - counts) * np.log1p(-rate)
-        )  # fmt: skip
+        log_chances = log_ways + counts * np.log(rate) + (draws - counts) * np.log1p(-rate)
         if np.exp(log_chances).sum() > 0.05:
             low = rate
         else:

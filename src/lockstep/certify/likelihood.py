@@ -198,6 +198,15 @@ def _lgamma(values: np.ndarray) -> np.ndarray:
     return np.array([math.lgamma(value) for value in values.tolist()])
 
 
+def penalised(row: np.ndarray, ids: Sequence[int], penalty: float) -> np.ndarray:
+    """Return logits [vocab_size] after a repetition penalty on the tokens `ids`, as transformers has it."""
+    changed = row.copy()
+    repeated = np.unique(ids)
+    logits = row[repeated]
+    changed[repeated] = np.where(logits > 0, logits / penalty, logits * penalty)
+    return changed
+
+
 def simulated(member: Member, listed: int, random: np.random.Generator) -> Answers:
     """Return answers to each question by an endpoint of which a member is true. listed: log-probabilities it gives."""
     spread = np.sqrt(random.chisquare(_NU, len(member.scale)) / _NU)

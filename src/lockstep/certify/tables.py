@@ -25,7 +25,7 @@ from lockstep.artifacts.dtypes import ROW
 from lockstep.artifacts.files import sha256_file, write_bytes
 from lockstep.artifacts.places import FileEntry
 from lockstep.artifacts.reference import ReferenceManifest
-from lockstep.certify.likelihood import PENALTY, PUBLISHED
+from lockstep.certify.likelihood import PENALTY, PUBLISHED, penalised
 from lockstep.errors import InputError
 from lockstep.manifests.own_files import replacing
 from lockstep.progress import steps
@@ -80,7 +80,7 @@ def make_hypotheses(checkpoint_json: Path, reference_json: Path, out: Path, comp
     logits = {name: compute() for name, compute in _hypotheses(model, tokenizer, cuts)}
     published = logits[PUBLISHED]
     candidates = [_candidates(rows) for rows in zip(*logits.values())]
-    logits[PENALTY] = np.stack([_penalised(row, cut.ids) for row, cut in zip(published, cuts)])
+    logits[PENALTY] = np.stack([penalised(row, cut.ids, _REPETITION_PENALTY) for row, cut in zip(published, cuts)])
     tables = {name: _table(rows, candidates) for name, rows in logits.items()}
     arrays = {f"values.{name}": table for name, table in tables.items() if name not in ("fp16", "bf16")}
     listed = slice(_NUM_OTHERS)
@@ -313,11 +313,3 @@ def _table(rows: np.ndarray, candidates: Sequence[Sequence[int]]) -> np.ndarray:
     for number, (row, tokens) in enumerate(zip(rows.astype(np.float64), candidates)):
         table[number, : len(tokens)] = row[tokens] - row.max() - np.log(np.exp(row - row.max()).sum())
     return table
-
-
-def _penalised(row: np.ndarray, ids: Sequence[int]) -> np.ndarray:
-    row = row.copy()
-    repeated = np.unique(ids)
-    logits = row[repeated]
-    row[repeated] = np.where(logits > 0, logits / _REPETITION_PENALTY, logits * _REPETITION_PENALTY)
-    return row
