@@ -6,10 +6,11 @@ An entry point names a `ProtocolPlugin`. `lockstep serve` gives its options to i
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
@@ -23,16 +24,14 @@ if TYPE_CHECKING:  # `lockstep --help` loads this module, without the packages o
     from lockstep_serve.service import Service
 
 
-class Listener:
+class Listener(Protocol):
     """A port of a protocol's own, beside HTTP; str() is what the line of a server that is ready says of it."""
 
     async def start(self) -> None:
         """Take requests."""
-        raise NotImplementedError
 
     async def stop(self, grace: float) -> None:
         """Take no more requests; running ones have `grace` seconds."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -48,18 +47,19 @@ class OpenProtocol:
     listener: Listener | None = None
 
 
-class ProtocolPlugin:
+class ProtocolPlugin(ABC):
     """A protocol of a package. title: of its options in the help."""
 
     title: str
     options: Sequence[click.Option] = ()
 
+    @abstractmethod
     def prepare(self, options: SimpleNamespace) -> None:
         """Check the options of `lockstep serve` before anything starts; may change them. Raises InputError."""
 
+    @abstractmethod
     def open(self, options: SimpleNamespace, service: Service, access: Access) -> OpenProtocol:
         """Return the protocol of a service, in the event loop. Raises InputError."""
-        raise NotImplementedError
 
 
 @functools.cache
