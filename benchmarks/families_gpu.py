@@ -79,11 +79,11 @@ def main(names: Sequence[str], backend: str, precisions: str, jobs: int, seconds
                 of_other_code.append((name, precision))
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(lambda case: measure(*case), missing + of_other_code))
-    if write is None or path is None:
+    if write is None:
         deliver(record, None)
     else:
-        write_json(path, record)
-        print(path)
+        write_json(gpu_record(write, backend), record)
+        print(gpu_record(write, backend))
         cpu_record = write / "bench" / "models.json"
         if cpu_record.is_file():
             print(write_page(read_json(cpu_record), write))

@@ -87,8 +87,7 @@ class Checkpoints:
 
     def start_loads(self) -> None:
         """Start to load the checkpoints that were given a network since the last call, unless it is still loading."""
-        if self.residency is None:
-            return
+        assert self.residency is not None  # one checkpoint alone is never loaded again
         for number in self.residency.loading.keys() - self._loads.keys():
             name = self.residency.loading.pop(number)
             self._loads[number] = name, self._executor.load(number, self.by_name[name].weights_json, self._bind)
@@ -127,9 +126,8 @@ def check_shares(first: Path, assembly: Assembly, other: Path) -> Assembly:
     ids may be its own.
     """
     other_assembly = Assembly.load(other)
-    own = {"tokenizer": None, "chat_template": None, "eos_token_ids": ()}
-    expected = replace(assembly, **own)  # type: ignore[arg-type]
-    actual = replace(other_assembly, **own)  # type: ignore[arg-type]
+    expected = _graphs_of(assembly)
+    actual = _graphs_of(other_assembly)
     for name in Assembly.__dataclass_fields__:
         if getattr(expected, name) != getattr(actual, name):
             raise InputError(
@@ -137,3 +135,8 @@ def check_shares(first: Path, assembly: Assembly, other: Path) -> Assembly:
                 "it by another server"
             )
     return other_assembly
+
+
+def _graphs_of(assembly: Assembly) -> Assembly:
+    """Return an assembly without what each checkpoint may have its own of."""
+    return replace(assembly, tokenizer=None, chat_template=None, eos_token_ids=())
