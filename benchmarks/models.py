@@ -258,8 +258,9 @@ def _on_a_gpu(records: Path) -> list[str]:
     text = (
         "`python -m benchmarks families-gpu`: all stages as above, then logits in company and alone. Numbers are the "
         "largest error relative to transformers in fp32, in units of the logits' standard deviation; in parentheses "
-        "that of transformers' own model in this precision. On `cuda` the logits of a request alone must have the bits "
-        "that they have in company. Empty: not tried."
+        "that of transformers' own model in this precision. `golden` judges them, along the engines' own choices of "
+        "experts, for which these numbers are blind: two are above four times the other. On `cuda` the logits of a "
+        "request alone must have the bits that they have in company. Empty: not tried."
     )
     lines = ["## On a GPU", "", paragraph(text), ""]
     for column, rows in columns.items():

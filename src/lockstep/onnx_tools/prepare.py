@@ -105,6 +105,8 @@ def slot_rows(feeds: Mapping[str, np.ndarray], parts: list[str], slot: str) -> n
     for part in parts:
         array = feeds[part]
         arrays.append(array.T if part in rows else array)
+    if len(arrays) == 1:  # may be a scalar, which `concatenate` refuses
+        return arrays[0]
     return np.concatenate(arrays)
 
 

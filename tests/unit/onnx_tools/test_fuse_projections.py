@@ -8,9 +8,10 @@ import numpy as np
 import onnx
 import pytest
 
+from lockstep.artifacts.signature import IO
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.fuse_projections import FuseProjections
-from lockstep.onnx_tools.prepare import Prepared, check_same
+from lockstep.onnx_tools.prepare import Prepared, check_same, prepare
 from lockstep.onnx_tools.sessions import compute
 from lockstep.onnx_tools.toolkit import run_passes
 
@@ -74,6 +75,18 @@ def test_fused_projections_compute_the_same(graphs, family, products):
         np.testing.assert_allclose(
             actual[output], expected[output], rtol=0, atol=1e-3 if family == "llama" else 1e-5, err_msg=output
         )
+
+
+def test_a_scalar_among_the_weights_stays_one():
+    """Apertus's activation has two."""
+    model = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["": 20]>
+        g (float[3, 8] hidden, float[4, 8] gate, float[4, 8] up, float alpha) => (float[3, 4] out)
+        { a = Gemm<transB = 1>(hidden, gate)  b = Gemm<transB = 1>(hidden, up)  c = Mul(a, alpha)  out = Mul(c, b) }"""
+    )
+    slots = [IO("gate", "float32", (4, 8)), IO("up", "float32", (4, 8)), IO("alpha", "float32", ())]
+    prepared = prepare(model, slots, {"fuse_projections": True})
+    assert [(slot.name, slot.shape) for slot in prepared.slots] == [("alpha", ()), ("gate + up", (8, 8))]
 
 
 def test_fp32_made_from_fp16_products_may_differ_by_fp16s_last_bits():
