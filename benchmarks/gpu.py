@@ -242,11 +242,12 @@ def ready_seconds(engines: Path, assembly: Path, weights: Path) -> float:
     )
 
 
-def random_weights(assembly: Assembly, folder: Path, alike: bool = False, seed: int = 0) -> Path:
+def random_weights(assembly: Assembly, folder: Path, alike: bool = False, seed: int = 0, room: int = 0) -> Path:
     """Make a file of random numbers under a weights manifest.
 
     Numbers have a standard deviation of 0.02, gains are 1; those of quantised weights are random integers. alike: all
-    layers share the numbers of the first in the file: for shapes that are larger than the disk.
+    layers share the numbers of the first in the file: for shapes that are larger than the disk. room: bytes of further
+    numbers after those of each kind, which lie one after the other (`many_models.fine_tunes`).
     """
     folder.mkdir(parents=True, exist_ok=True)
     shapes: dict[str, list[int]] = {}
@@ -278,8 +279,34 @@ def random_weights(assembly: Assembly, folder: Path, alike: bool = False, seed: 
             file.write(data)
             digest.update(data)
 
+        def write_numbers(name: str, dtype: np.dtype, count: int) -> None:
+            if is_gain(name, shapes[name]):
+                write(np.ones(count, dtype))
+                return
+            if is_scales(name):
+                steps = _spread(_bits(assembly, name))
+                write((random.uniform(0.5, 1.5, count) * 0.02 / steps).astype(dtype))
+                return
+            while count:  # pieces of one pool, from random places: as fast as the disk, and no two matrices alike
+                start = int(random.integers(0, pool.size // 2))
+                numbers = pool
+                if dtype == np.uint8:
+                    numbers = small[_bits(assembly, name)]
+                piece = numbers[start : start + count]
+                if dtype.itemsize == 1 and dtype != np.uint8:  # e4m3
+                    piece = np.clip(piece * np.float32(_spread(8) / 0.02), -448, 448)
+                write(np.ascontiguousarray(piece, dtype))
+                count -= piece.size
+
+        def kind(name: str) -> tuple:
+            return dtypes[name], is_scales(name), is_gain(name, shapes[name])
+
+        names = list(shapes)
+        if room:
+            names.sort(key=kind)
         places: dict[str, dict[str, Any]] = {}
-        for name, shape in shapes.items():
+        for number, name in enumerate(names):
+            shape = shapes[name]
             role = name
             if alike:  # one array for the tensors of all layers
                 role = re.sub(r"\.\d+\.", ".N.", name, count=1)
@@ -297,23 +324,11 @@ def random_weights(assembly: Assembly, folder: Path, alike: bool = False, seed: 
                 "shape": shape,
             }
             offset += length
-            if len(shape) == 1 and not is_scales(name):
-                write(np.ones(count, dtype))
-                continue
-            if is_scales(name):
-                steps = _spread(_bits(assembly, name))
-                write((random.uniform(0.5, 1.5, count) * 0.02 / steps).astype(dtype))
-                continue
-            while count:  # pieces of one pool, from random places: as fast as the disk, and no two matrices alike
-                start = int(random.integers(0, pool.size // 2))
-                numbers = pool
-                if dtype == np.uint8:
-                    numbers = small[_bits(assembly, name)]
-                piece = numbers[start : start + count]
-                if dtype.itemsize == 1 and dtype != np.uint8:  # e4m3
-                    piece = np.clip(piece * np.float32(_spread(8) / 0.02), -448, 448)
-                write(np.ascontiguousarray(piece, dtype))
-                count -= piece.size
+            write_numbers(name, dtype, count)
+            is_last = number + 1 == len(names) or kind(names[number + 1]) != kind(name)
+            if room and is_last:
+                write_numbers(name, dtype, room // dtype.itemsize)
+                offset += room
     remember(path, digest.hexdigest())
     files = [{"path": path.name, "size": offset, "sha256": digest.hexdigest()}]
     manifest = {"format": formats.WEIGHTS, "precision": assembly.precision, "files": files, "tensors": tensors}
@@ -321,6 +336,11 @@ def random_weights(assembly: Assembly, folder: Path, alike: bool = False, seed: 
         manifest["group_size"] = assembly.quantization.group_size
     write_json(folder / "weights.json", manifest)
     return folder / "weights.json"
+
+
+def is_gain(name: str, shape: Sequence[int]) -> bool:
+    """Return whether a tensor is the gains of a norm, or a bias."""
+    return len(shape) == 1 and not is_scales(name)
 
 
 def _in_digits(error: float | None) -> str:

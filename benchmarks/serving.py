@@ -319,20 +319,18 @@ def serve(place: Place) -> None:
     from lockstep_serve.service import Service
     from lockstep_serve.settings import EngineOptions, ServedModelOptions, ServiceLimits, ServiceOptions
 
-    with tempfile.TemporaryDirectory() as folder:
-        options = EngineOptions(
-            place.engines, place.assembly, place.weights, "all",
-            {"max_input_len": place.limits["max_seq_len"], **place.limits},
-            place.threads, place.kv_bytes, prefix_caching=False,
-        )  # fmt: skip
-        limits = ServiceLimits(max_queue=MAX_QUEUE, queue_timeout=600, start=STARTS)
-        service = Service(
-            ServiceOptions([ServedModelOptions("model", _tokenizer(place, Path(folder)))], options, limits)
-        )
-        run_server(service, Address(port=0), Access(), 0, lambda line: print(line, flush=True))
+    options = EngineOptions(
+        place.engines, place.assembly, place.weights, "all",
+        {"max_input_len": place.limits["max_seq_len"], **place.limits},
+        place.threads, place.kv_bytes, prefix_caching=False,
+    )  # fmt: skip
+    limits = ServiceLimits(max_queue=MAX_QUEUE, queue_timeout=600, start=STARTS)
+    service = Service(ServiceOptions([ServedModelOptions("model", _tokenizer(place))], options, limits))
+    run_server(service, Address(port=0), Access(), 0, lambda line: print(line, flush=True))
 
 
-def _tokenizer(place: Place, folder: Path) -> Any:
+def _tokenizer(place: Place) -> Any:
+    """Return the assembly's tokenizer, or one of as many words, which is kept beside the weights."""
     from lockstep import Tokenizer
 
     assembly = Assembly.load(Path(place.assembly))
@@ -343,11 +341,13 @@ def _tokenizer(place: Place, folder: Path) -> Any:
         # Not a random model's, which has bytes alone: most of its tokens have no text, and would not be sent.
         if tokenizer.get_vocab_size() >= assembly.vocab_size:
             return Tokenizer.open(place.assembly)
-    words = {f"w{token}": token for token in range(1 << 18)}
-    word_level = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
-    word_level.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    word_level.save(str(folder / "tokenizer.json"))
-    return Tokenizer(folder / "tokenizer.json")
+    path = Path(place.weights).with_name(f"words-{assembly.vocab_size}.json")
+    if not path.is_file():
+        words = {f"w{token}": token for token in range(assembly.vocab_size)}
+        word_level = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+        word_level.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        word_level.save(str(path))
+    return Tokenizer(path)
 
 
 if __name__ == "__main__":

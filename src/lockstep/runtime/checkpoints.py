@@ -104,9 +104,9 @@ class Checkpoints:
                 if self.residency is not None and self.residency.place_of.get(name) == number:
                     yield name, error
 
-    def load(self, network: int, weights_json: Path) -> None:
-        """Replace the weights of a network, and wait for them: for benchmarks, while nothing runs."""
-        self._executor.load(network, weights_json, self._bind).finish()
+    def load(self, network: int, weights_json: Path) -> Load:
+        """Start to replace the weights of a network: for benchmarks, while no request of it runs."""
+        return self._executor.load(network, weights_json, self._bind)
 
     def wait(self, seconds: float) -> None:
         """Wait so long if a load is not done: there is nothing to compute."""

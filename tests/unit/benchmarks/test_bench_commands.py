@@ -211,13 +211,29 @@ def _(case: Here) -> Sequence[Any]:
     return "Qwen3", "--seconds", 1  # its processes know no fake GPU: by then no family is done
 
 
-@starts("many-models", "zipf first_token_seconds p99")
+@starts("many-models", "parts requests first_token_seconds all p99")
 def _(case: Here) -> Sequence[Any]:
     case.in_this_process()
-    case.smaller(many_models, PROMPT=8, NEW_TOKENS=2, STEPS=2)
+    return *many_models_of(case), "--precision", "fp32", "--backend", "onnxruntime"
+
+
+def many_models_of(case: Here) -> Sequence[Any]:
+    case.smaller(many_models, PROMPT=8, NEW_TOKENS=2, STEPS=2, _serve=lambda place: {"ready": 1.0, "token": 1.0})
     case.smaller(many_models, LIMITS={"max_batch_size": 4, "max_num_tokens": 64, "max_seq_len": 64})
-    arguments = ("--precision", "fp32", "--backend", "onnxruntime", "--models", 3, "--loaded", 2, "--requests", 6)
-    return "--shape", f"{case.shape}.json", "--work", case.folder / "work", "--rate", 100, *arguments, *ONE_ROUND
+    arguments = ("--models", 3, "--loaded", 2, "--requests", 6, "--rate", 100)
+    return "--shape", f"{case.shape}.json", "--work", case.folder / "work", *arguments, *ONE_ROUND
+
+
+@pytest.mark.long
+@pytest.mark.exports
+def test_many_models_measures_all_parts_on_a_gpu(case: Here) -> None:
+    case.on_the_fake_gpu()
+    ended = CliRunner().invoke(bench, ["many-models", *map(str, many_models_of(case))])
+    assert ended.exit_code == 0, ended.output
+    parts = read_json(case.folder / "work" / "many-models.json")["parts"]
+    assert {name: part["precision"] for name, part in parts.items()} == {
+        "switch": "fp16", "switch-w4a16": "w4a16", "requests": "fp16", "cold-start": "fp16"
+    }  # fmt: skip
 
 
 @starts("gpu", "check all passes")
