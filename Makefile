@@ -40,6 +40,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 PINS := envs/requirements.txt
+# On a terminal pip shows how far the largest downloads are.
+QUIET := $(if $(MAKE_TERMOUT),,--quiet)
 # pip would compile all modules, three times as many as are imported: Python compiles those, where it may write what it compiles.
 COMPILE_LATER := $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 TORCH ?= $(shell sed -n '/^torch==/p' $(PINS))
@@ -159,10 +161,10 @@ $(VENV)/.pinned: $(PINS) envs/hashes.txt envs/openvino.txt
 	  esac; \
 	  echo "Installing the pins into $(VENV), with $$torch: $$size"; \
 	  echo "$$torch" > $(VENV)/torch
-	@torch=$$(cat $(VENV)/torch); $(PIP) install --quiet $(COMPILE_LATER) --no-deps "$$torch" & torch=$$!; \
+	@torch=$$(cat $(VENV)/torch); $(PIP) install $(QUIET) $(COMPILE_LATER) --no-deps "$$torch" & torch=$$!; \
 	  $(PIP) install --quiet $(COMPILE_LATER) --no-deps --require-hashes -r envs/hashes.txt -r envs/openvino.txt; others=$$?; \
 	  wait $$torch || { echo "make: expected $$(cat $(VENV)/torch), pip found none; docs/install.md says which index has it" >&2; exit 2; }; exit $$others
-	@$(PIP) install --quiet $(COMPILE_LATER) "$$(cat $(VENV)/torch)" -r $(PINS)
+	@$(PIP) install $(QUIET) $(COMPILE_LATER) "$$(cat $(VENV)/torch)" -c $(PINS)  # what it needs besides: CUDA's libraries
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.pinned pyproject.toml

@@ -30,6 +30,7 @@ _GB = 1e9
 JOB_NBYTES = 2.5e9
 JOB_PER_BYTE = 4.5
 QUANTIZED_PER_BYTE = 8
+_COPY_NBYTES = {"gguf": 4.0, "hub": 2.0, "random": 2.0}  # of a parameter, in the checkpoint that a job makes
 
 
 @click.command()
@@ -116,7 +117,7 @@ def needs(config: Config, name: str, place: Path) -> dict[str, Any]:
     from lockstep.checkpoint.tensors import find_tensors, has_weights
     from lockstep.cli.job_times import seconds_by_stage
     from lockstep.config.first import PARAMETER_NBYTES
-    from lockstep.config.sources import read_shape
+    from lockstep.config.sources import kind_of, read_shape
 
     shape = read_shape(place)
     parameters = shape.num_parameters
@@ -125,11 +126,12 @@ def needs(config: Config, name: str, place: Path) -> dict[str, Any]:
     if parameters is None:
         return {}
     precisions = config.models[name].all_precisions()
+    copy_nbytes = _COPY_NBYTES.get(kind_of(config.models[name].source), 0.0)
     factor = QUANTIZED_PER_BYTE if any(map(is_quantized, precisions)) else JOB_PER_BYTE
     return {
         "parameters": parameters,
         "memory_bytes": round(JOB_NBYTES + factor * 2 * parameters),
-        "disk_bytes": round(parameters * sum(PARAMETER_NBYTES[precision] for precision in precisions)),
+        "disk_bytes": round(parameters * (copy_nbytes + sum(PARAMETER_NBYTES[precision] for precision in precisions))),
         "seconds": seconds_by_stage(config, name, parameters, shape.num_hidden_layers),
     }
 

@@ -177,6 +177,9 @@ def test_doctor_sizes_a_model_as_the_rules_do() -> None:
     fp16_nbytes = (DEMO / "model.safetensors").stat().st_size
     assert fp16_nbytes - 10_000 < 2 * sizes["parameters"] < fp16_nbytes, "all but the file's header"
     assert {"export", "validate", "golden", "served"} < {*sizes["seconds"]}
+    run("init", f"random:{DEMO / 'config.json'}?seed=0", "--out", "random.yaml")
+    (copied,) = json.loads(run("doctor", "random.yaml", "--json")[1])["models"].values()
+    assert (sizes["disk_bytes"], copied["disk_bytes"]) == (4 * sizes["parameters"], 6 * copied["parameters"])
     text = run("doctor", "demo-llama.yaml")[1]
     assert "about 2 M parameters: about 2.5 GB of memory, about 7 MB of disk" in text
     assert re.search(r"about \d+ min on \d+ cores \(\w+ \d+%, \w+ \d+%", text)
