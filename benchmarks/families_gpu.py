@@ -33,14 +33,23 @@ OPTIONS = (
     options.choice("--backend", *GPU_BACKENDS),
     options.Option("--precisions", "With commas between them.", "fp16"),
     options.number("--jobs", 1, "Families tried at a time."),
-    options.number("--seconds", 36000, "No family is tried for longer than until then."), options.WRITE,
+    options.number("--seconds", 36000, "No family is tried for longer than until then."),
+    options.Option("--published-widths", "As wide as published, with few layers and tokens.", False, bool),
+    options.WRITE,
 )  # fmt: skip
 
+AS_WIDE = ", published widths"
 
-def main(names: Sequence[str], backend: str, precisions: str, jobs: int, seconds: int, write: Path | None) -> None:
+
+def main(
+    names: Sequence[str], backend: str, precisions: str, jobs: int, seconds: int, published_widths: bool,
+    write: Path | None,
+) -> None:  # fmt: skip
     """Try which published families run on a GPU backend, each as a tiny model.
 
     Each goes through all stages.  [default: all]
+
+    With --published-widths hidden sizes, heads and experts are those of the checkpoint, in 4 to 20 GB of memory a job.
     """
     deadline = time.monotonic() + seconds
     if unknown := sorted(set(names) - set(FAMILIES)):
@@ -58,25 +67,28 @@ def main(names: Sequence[str], backend: str, precisions: str, jobs: int, seconds
 
     writing = Lock()
 
-    def measure(name: str, precision: str) -> None:
-        tried = _in_a_process(context, name, backend, precision, deadline)
+    def measure(name: str, column: str) -> None:
+        tried = _in_a_process(context, name, backend, column, deadline)
         if tried is None:
             return
-        print(f"{name} {precision}: {tried['result']} {tried.get('reason', '')}", file=sys.stderr, flush=True)
+        print(f"{name} {column}: {tried['result']} {tried.get('reason', '')}", file=sys.stderr, flush=True)
         with writing:
-            families.setdefault(name, {})[precision] = tried | {"code": code}
+            families.setdefault(name, {})[column] = tried | {"code": code}
             if path is not None:
                 write_json(path, record)
 
+    columns = precisions.split(",")
+    if published_widths:
+        columns = [f"{precision}{AS_WIDE}" for precision in columns]
     missing = []
     of_other_code = []
-    for precision in precisions.split(","):
+    for column in columns:
         for name in names or FAMILIES:
-            row = families.get(name, {}).get(precision)
+            row = families.get(name, {}).get(column)
             if row is None:
-                missing.append((name, precision))
+                missing.append((name, column))
             elif row["code"] != code:
-                of_other_code.append((name, precision))
+                of_other_code.append((name, column))
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(lambda case: measure(*case), missing + of_other_code))
     if write is None:
@@ -87,17 +99,17 @@ def main(names: Sequence[str], backend: str, precisions: str, jobs: int, seconds
         cpu_record = write / "bench" / "models.json"
         if cpu_record.is_file():
             print(write_page(read_json(cpu_record), write))
-    for precision in precisions.split(","):
-        results = Counter(rows[precision]["result"] for rows in families.values() if precision in rows)
-        print(precision, ", ".join(f"{count} {result}" for result, count in results.most_common()), file=sys.stderr)
+    for column in columns:
+        results = Counter(rows[column]["result"] for rows in families.values() if column in rows)
+        print(column, ", ".join(f"{count} {result}" for result, count in results.most_common()), file=sys.stderr)
 
 
-def _in_a_process(context: Any, name: str, backend: str, precision: str, deadline: float) -> dict[str, Any] | None:
+def _in_a_process(context: Any, name: str, backend: str, column: str, deadline: float) -> dict[str, Any] | None:
     """Return what came of a family; None if there was no time for it."""
     if time.monotonic() > deadline:
         return None
     began = time.monotonic()
-    arguments = (name, backend, precision)
+    arguments = (name, backend, column)
     record, exit_code, is_late = ask_child(context, _child, arguments, max(0.0, deadline - began))
     if is_late:
         return None
@@ -105,9 +117,10 @@ def _in_a_process(context: Any, name: str, backend: str, precision: str, deadlin
     return record | {"seconds": round(time.monotonic() - began, 1)}
 
 
-def _child(name: str, backend: str, precision: str, send: Any) -> None:
+def _child(name: str, backend: str, column: str, send: Any) -> None:
     """Run in a process forked from one that has the imports."""
     from benchmarks.tiny import try_on_gpu
 
+    precision = column.removesuffix(AS_WIDE)
     with tempfile.TemporaryDirectory() as folder:
-        send.send(try_on_gpu(name, backend, precision, Path(folder)))
+        send.send(try_on_gpu(name, backend, precision, Path(folder), column != precision))

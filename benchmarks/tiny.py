@@ -31,7 +31,7 @@ from lockstep.config.packing import packing_of
 from lockstep.export.language import build_config
 from lockstep.export.parity import depths_to_try
 from lockstep.export.quiet import quiet
-from lockstep.export.small_configs import small_configs
+from lockstep.export.small_configs import shallow_config, small_configs
 from lockstep.export.torch_model import cut_config, load_folder
 from lockstep.export.tracer import meta_model
 from lockstep.export.unique_layers import signatures
@@ -57,15 +57,22 @@ def try_family(name: str, folder: Path) -> dict[str, Any]:
     return {"example": family.example, "model_type": family.config["model_type"], **_packing(family)} | record
 
 
-def try_on_gpu(name: str, backend: str, precision: str, folder: Path) -> dict[str, Any]:
-    """Try one published family on a GPU backend: all stages, then its logits in company and alone."""
+def try_on_gpu(name: str, backend: str, precision: str, folder: Path, published_widths: bool) -> dict[str, Any]:
+    """Try one published family on a GPU backend: all stages, then its logits in company and alone.
+
+    published_widths: with the checkpoint's hidden size, heads and experts, and few layers; else tiny.
+    """
     source = folder / "checkpoint"
     results = Results(folder / "results")
     engines = results.engines(_NAME, precision, backend)
     stage = NO_MODEL
     lines: list[str] = []
     try:
-        config = tiny_configs(FAMILIES[name].config)[0]
+        config = dict(FAMILIES[name].config)
+        if published_widths:
+            config = shallow_config(config, depths_to_try(signatures(meta_model(config, "fp32")))[0])
+        else:
+            config = tiny_configs(config)[0]
         lifelike.write_without_weights(config, source)
         stage = "export"
         architecture = lockstep.resolve_architecture(str(source), source, results.architecture(_NAME))
