@@ -44,9 +44,9 @@ def failures(
     """Take a model through all stages of its targets; return a line for each job that failed.
 
     root: of the results, of which those that are there are not made again. source: `random:<config.json>?seed=0` or a
-    checkpoint's folder. targets: precisions by backend. left_out: a job that is not run, as it calls itself. backends:
-    that section of the config. settings: of the model, in the config. What needs the output of a failed job is left out
-    too. Raises InputError where the config is refused.
+    checkpoint's folder. targets: precisions by backend. left_out: jobs that are not run, by their names' beginning.
+    backends: that section of the config. settings: of the model, in the config. What needs the output of a failed job
+    is left out too. Raises InputError where the config is refused.
     """
     model = {
         "source": source,
@@ -64,7 +64,8 @@ def failures(
     lines = []
     for job in jobs(config, root, config.targets(), files):
         is_able = all(needed.exists() for needed in job.inputs.values())
-        if is_able and not job.output.exists() and str(job) != left_out:
+        is_left_out = bool(left_out) and str(job).startswith(left_out)
+        if is_able and not job.output.exists() and not is_left_out:
             try:
                 STAGES[job.stage].run(job)
             except (CheckError, InputError) as error:

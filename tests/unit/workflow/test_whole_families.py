@@ -1,7 +1,7 @@
 """Every family shape through the whole workflow, on each backend that runs on a CPU: a family works when that passes.
 
-`make test` takes all of them through it in fp32, but for a server on OpenVINO, and one in small weights: 15 s of one
-core each. The rest runs at night.
+`make test` exports all of them in fp32, which compares their graphs with transformers, takes one of each kind through
+the other stages, 10 s of one core each, and one in small weights. The rest runs at night.
 """
 
 from __future__ import annotations
@@ -28,6 +28,14 @@ from whole_workflow import GROUP, MODEL, failures, in_groups
 
 pytest.importorskip("openvino")
 BACKENDS = ("onnxruntime", "openvino")
+# One of each kind of what stages after export run: biases; learned positions and transposed weights; windows and caps;
+# sinks and grouped experts; latent attention and a router with groups; states alone, beside attention, in layers of
+# their own; layers that skip RoPE.
+KINDS = (
+    "llama", "gpt2", "gemma2", "gpt_oss", "deepseek_v3", "lfm2", "qwen3_5_text", "falcon_h1", "nemotron_h",
+    "llama4_text",
+)  # fmt: skip
+SERVED = ("llama", "qwen3_5_text")  # a server starts for two seconds, and runs the steps that `golden` ran
 
 
 @pytest.fixture(autouse=True)
@@ -62,17 +70,23 @@ def failed(config: Mapping[str, Any], folder: Path, targets: Mapping[str, Sequen
     return failures(folder / "results", f"random:{folder}/shape.json?seed=0", targets, **options)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", some(FAMILIES, *KINDS))
 def test_a_family_passes_every_stage(shared: Shared, tmp_path: Path, family: str) -> None:
     targets = dict.fromkeys(BACKENDS, ["fp32"])
-    assert not failed(FAMILIES[family].config, tmp_path, targets, left_out="served tiny/fp32/all/openvino")
+    left_out = f"served {MODEL}/fp32/all/openvino" if family in SERVED else "served"
+    assert not failed(FAMILIES[family].config, tmp_path, targets, left_out=left_out)
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in KINDS])
+def test_the_graphs_of_a_family_compute_what_transformers_does(shared: Shared, family: str) -> None:
+    assert shared.exported(FAMILIES[family].config, "fp32")
 
 
 @pytest.mark.parametrize("family", some(FAMILIES, "gpt2"))
 def test_a_family_passes_every_stage_in_w4a16(shared: Shared, tmp_path: Path, family: str) -> None:
     """GPT-2 holds its weights transposed."""
     targets = dict.fromkeys(BACKENDS, ["w4a16"])
-    assert not failed(in_groups(FAMILIES[family].config), tmp_path, targets, group_size=GROUP)
+    assert not failed(in_groups(FAMILIES[family].config), tmp_path, targets, left_out="served", group_size=GROUP)
 
 
 def test_the_biases_of_a_router_stay_float32_in_16_bits(shared: Shared, tmp_path: Path) -> None:
@@ -80,8 +94,7 @@ def test_the_biases_of_a_router_stay_float32_in_16_bits(shared: Shared, tmp_path
     glm = {"model_type": "glm4_moe", "partial_rotary_factor": 0.5, "first_k_dense_replace": 0}
     config = {**FAMILIES["dots1"].config, **glm}
     backend, precision = ("onnxruntime", "fp16") if backends()["openvino"].lacks_here("bf16") else ("openvino", "bf16")
-    left_out = f"served {MODEL}/{precision}/all/{backend}"
-    assert not failed(config, tmp_path, {backend: [precision]}, left_out=left_out)
+    assert not failed(config, tmp_path, {backend: [precision]}, left_out="served")
     weights = Weights.open(Results(tmp_path / "results").weights(MODEL, precision))
     router_biases = [name for name in weights.names() if weights.info(name).dtype == "F32"]
     assert router_biases and all(name.endswith("e_score_correction_bias") for name in router_biases)
