@@ -11,13 +11,14 @@ results for rows that the caller then doesn't want are dropped; additional promp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
-from lockstep.errors import CheckError, InputError
+from lockstep.errors import CheckError, InputError, LockstepError
 from lockstep.step.advance import Advance, Load, PackedTokens
 from lockstep.step.logits_pipeline import Sampler
 from lockstep.step.network import LayerAttention, Network
@@ -30,9 +31,22 @@ from lockstep_gpu.plan import StepPlan
 from lockstep_gpu.ranks.blocks import MAX_VERIFY_TOKENS
 from lockstep_gpu.resident_adapters import ResidentAdapters
 from lockstep_gpu.runner import EnqueuedStep, StepRunner
-from lockstep_gpu.weights import replace_weights
+from lockstep_gpu.weights import preload, replace_weights
 
 _LOADER = ThreadPoolExecutor(1, "weights")  # one load at a time has all of the bus
+
+
+def _continue(reads: Iterator[None]) -> None:
+    """Read some weights in the loader's thread, and submit the rest, so that loads come between."""
+
+    def read() -> None:
+        # A file that cannot be read is an error of the load of its checkpoint.
+        with contextlib.suppress(StopIteration, LockstepError, OSError):
+            next(reads)
+            _continue(reads)
+
+    with contextlib.suppress(RuntimeError):  # the process ends
+        _LOADER.submit(read)
 
 
 class DeviceLoad:
@@ -200,6 +214,11 @@ class GpuExecutor:
         used.record(rank.stream)
         stores = [uploads.store for uploads in self.runner.uploads[network]]
         return DeviceLoad(_LOADER.submit(replace_weights, stores, weights_json, used))
+
+    def preload(self, checkpoints: Sequence[Path]) -> None:
+        """Read weights into page-locked host memory in the background, between loads, while there is room."""
+        stores = [uploads.store for uploads in self.runner.uploads[0]]
+        _continue(preload(stores, checkpoints))
 
     def take_adapters(
         self, arrays: Sequence[LoraArrays], max_lora_rank: int, adapter_slots: np.ndarray

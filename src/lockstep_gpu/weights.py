@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import functools
 import itertools
 import math
 import os
@@ -22,6 +24,8 @@ from lockstep_gpu.host_pool import HostPool
 
 PIECE_NBYTES = 32 << 20  # bytes; larger copies are no faster
 _UPLOADERS = 4
+_READERS = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "weights")  # of tensors that come into the pool
+_PRELOADED = 512 << 20  # bytes of tensors that are added at a time, for which a load may have to wait
 _pool: HostPool | None = None
 
 
@@ -61,7 +65,7 @@ class DeviceWeights:
         self.device = device
         self.placed: list[PlacedTensor] = []
         self._arrays: weakref.WeakValueDictionary[tuple[Hashable, ...], cuda.Array] = weakref.WeakValueDictionary()
-        self._uploader = Uploader(device)
+        self._uploader = Uploader.of(device)
 
     @classmethod
     def of(cls, weights: Tensors, device: Device) -> DeviceWeights:
@@ -69,6 +73,10 @@ class DeviceWeights:
         if device not in stores:
             stores[device] = cls(device)
         return stores[device]
+
+    def current(self) -> list[PlacedTensor]:
+        """Return the tensors whose arrays are in use."""
+        return [entry for entry in self.placed if entry.array() is not None]
 
     def put(
         self,
@@ -131,6 +139,12 @@ class PlacedTensor:
     cast: WeightCast | None
     digest: str | None = None
 
+    def part(self) -> cuda.Array:
+        """Return the part of the array, [size of the tensor]."""
+        array = self.array()
+        assert array is not None  # see `DeviceWeights.current`
+        return array.reshape(math.prod(array.shape))[self.first : self.end]
+
     def values(self, tensor: np.ndarray) -> np.ndarray:
         """Return a tensor of this name as the device has it."""
         values = np.ascontiguousarray(_turned(tensor, self.cast))
@@ -148,9 +162,8 @@ def replace_weights(stores: Sequence[DeviceWeights | None], weights_json: Path, 
 
     Raises InputError for files that have changed, and CheckError for a tensor of another dtype or size.
     """
-    global _pool
-    if _pool is None:
-        _pool = HostPool.of_machine()
+    pool = _host_pool()
+    pool.begin_load()
     weights = Weights.open(weights_json)
     for store in stores:
         assert store is not None  # each block has weights
@@ -159,10 +172,17 @@ def replace_weights(stores: Sequence[DeviceWeights | None], weights_json: Path, 
         used.wait()
         stream = cuda.Stream()
         kept = []  # arrays that copies read
-        placed = [entry for entry in store.placed if entry.array() is not None]
+        placed = store.current()
+        find = functools.partial(_find, weights, weights_json, pool, store.device)
         try:
-            for entry in placed:
-                kept.append(_replace(entry, weights, weights_json, _pool, stream))
+            for entry, (digest, data) in zip(placed, _READERS.map(find, placed)):
+                if digest == entry.digest:
+                    continue
+                assert data is not None
+                entry.digest = None
+                stream.upload(entry.part(), data)
+                entry.digest = digest
+                kept.append(data)
             stream.synchronize()
         except BaseException:
             stream.drain()
@@ -171,27 +191,49 @@ def replace_weights(stores: Sequence[DeviceWeights | None], weights_json: Path, 
             raise
 
 
-def _replace(entry: PlacedTensor, weights: Weights, weights_json: Path, pool: HostPool, stream: cuda.Stream) -> object:
-    array = entry.array()
-    assert array is not None
+def preload(stores: Sequence[DeviceWeights | None], checkpoints: Sequence[Path]) -> Iterator[None]:
+    """Add the tensors of checkpoints to the pool of host memory while it has room; yield after some of them each."""
+    pool = _host_pool()
+    for weights_json in checkpoints:
+        weights = Weights.open(weights_json)
+        for store in stores:
+            assert store is not None
+            placed = store.current()
+            while placed:
+                count = 1 + bisect.bisect(
+                    list(itertools.accumulate(entry.part().nbytes for entry in placed)), _PRELOADED
+                )
+                if not pool.has_room(sum(entry.part().nbytes for entry in placed[:count])):
+                    return
+                list(_READERS.map(functools.partial(_find, weights, weights_json, pool, store.device), placed[:count]))
+                placed = placed[count:]
+                yield
+
+
+def _host_pool() -> HostPool:
+    global _pool
+    if _pool is None:
+        _pool = HostPool.of_machine()
+    return _pool
+
+
+def _find(
+    weights: Weights, weights_json: Path, pool: HostPool, device: Device, entry: PlacedTensor
+) -> tuple[str, np.ndarray | None]:
+    """Return the digest of a tensor, and its bytes in host memory, unless the device has them."""
+    device.use()  # for page-locked memory
     key = entry.name, entry.sign, entry.cast
-    digest, values = pool.find(weights_json, key)
-    if digest is not None and digest == entry.digest:
-        return None
-    if values is None:
-        digest, values = pool.add(weights_json, key, entry.values(weights[entry.name]))
-        if digest == entry.digest:
-            return None
-    part = array.reshape(math.prod(array.shape))[entry.first : entry.end]
+    part = entry.part()
+    digest, data = pool.find(weights_json, key, part.nbytes)
+    if digest is not None and (data is not None or digest == entry.digest):
+        return digest, data
+    values = entry.values(weights[entry.name])
     if values.size != part.shape[0] or values.dtype != part.dtype:
         raise CheckError(
             f"{weights_json}: tensor {entry.name!r}: expected {part.shape[0]} numbers of {part.dtype.name}, found "
             f"{values.size} of {values.dtype.name}"
         )
-    entry.digest = None
-    stream.upload(part, values.reshape(-1))
-    entry.digest = digest
-    return values
+    return pool.add(weights_json, key, values)
 
 
 def _turned(tensor: np.ndarray, cast: WeightCast | None) -> np.ndarray:
@@ -206,10 +248,20 @@ def _cast(values: np.ndarray, cast: WeightCast) -> np.ndarray:
 class Uploader:
     """Threads that copy from mapped files through page-locked memory: one reads the disk while another sends."""
 
+    _of_devices: weakref.WeakValueDictionary[Device, Uploader] = weakref.WeakValueDictionary()
+
     def __init__(self, device: Device) -> None:
         self._device = device
         self._pool = ThreadPoolExecutor(min(_UPLOADERS, os.cpu_count() or 1))
         self._local = threading.local()
+
+    @classmethod
+    def of(cls, device: Device) -> Uploader:
+        """Return the threads of a device, which all of its stores share."""
+        uploader = cls._of_devices.get(device)
+        if uploader is None:
+            uploader = cls._of_devices[device] = cls(device)
+        return uploader
 
     def upload(self, array: cuda.Array, tensor: np.ndarray, sign: int, cast: WeightCast | None) -> list[Future]:
         """Start the copies of a tensor to a 1-D array of its size. Each copy keeps the device memory alive."""

@@ -104,6 +104,12 @@ class Checkpoints:
                 if self.residency is not None and self.residency.place_of.get(name) == number:
                     yield name, error
 
+    def preload(self) -> None:
+        """Read the weights of all checkpoints into host memory in the background, those first that are not bound."""
+        if self.residency is not None:
+            names = sorted(self.by_name, key=self.residency.place_of.__contains__)
+            self._executor.preload([self.by_name[name].weights_json for name in names])
+
     def load(self, network: int, weights_json: Path) -> Load:
         """Start to replace the weights of a network: for benchmarks, while no request of it runs."""
         return self._executor.load(network, weights_json, self._bind)

@@ -279,6 +279,7 @@ class Model:
     def warm_up(self) -> None:
         """Prepare what steps need, so that no request waits for it. KV caches are unchanged."""
         self.executor.warm_up()
+        self.checkpoints.preload()
 
     @property
     def async_scheduling(self) -> bool:

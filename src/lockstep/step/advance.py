@@ -152,6 +152,9 @@ class Executor(Protocol):
         this network after `Load.finish`.
         """
 
+    def preload(self, checkpoints: Sequence[Path]) -> None:
+        """Read weights into host memory in the background, as far as it has room, so that loads need no disk."""
+
     def take_adapters(
         self, arrays: Sequence[LoraArrays], max_lora_rank: int, adapter_slots: np.ndarray
     ) -> AdapterWriter | None:

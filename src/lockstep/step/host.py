@@ -101,6 +101,9 @@ class HostExecutor:
     def load(self, network: int, weights_json: Path, bind: Callable[[Path], Network]) -> HostLoad:
         return HostLoad(self, network, _LOADER.submit(bind, weights_json))
 
+    def preload(self, checkpoints: Sequence[Path]) -> None:
+        """Do nothing: files are mapped."""
+
     def replace(self, number: int, network: Network) -> None:
         """Put a network in the place of another one, whose bound steps are dropped."""
         self.networks[number] = network
