@@ -253,7 +253,7 @@ def _(case: Here) -> Sequence[Any]:
     case.on_the_fake_gpu()
     case.smaller(invariance, EDGES=(1, 64), NEW=2)
     case.smaller(invariance, LIMITS={"max_batch_size": 4, "max_num_tokens": 128, "max_seq_len": 128})
-    return "--shape", case.shape, "--layers", 2, "--positions", 20, "--work", case.folder / "work"
+    return f"{case.shape}.json/fp16", "--layers", 2, "--positions", 20, "--work", case.folder / "work"
 
 
 @starts("speculation-gpu", "requests 1 right 1.0 plain_steps_of_a_verify")
@@ -304,6 +304,25 @@ def test_each_command_starts(command: str, case: Here) -> None:
     if command in ("gpu", "batches", "serving-gpu"):
         assert record["backend"] == "cuda" and {"cublas", "cudnn", "nvrtc"} < set(record["versions"])
         assert record["device"]["name"] == "fake"
+
+
+@pytest.mark.exports
+def test_invariance_goes_on_where_it_was_and_keeps_what_other_processes_gave(case: Here) -> None:
+    arguments = [*STARTS["invariance"][0](case), "--backend", "onnxruntime"]
+    runs = []
+    for positions in (1, 1, 200):
+        ended = CliRunner().invoke(bench, ["invariance", *map(str, arguments), "--positions", str(positions)])
+        assert ended.exit_code == 0, ended.output
+        runs.append(read_json(Path(ended.stdout.strip())))
+    (row,) = runs[2]["models"].values()
+    assert runs[0] == runs[1] and runs[0]["positions"] < 200 <= runs[2]["positions"] == row["positions"]
+    assert runs[2]["differing"] == 0 and len(row["digests"]) == 1 and row["schedules"] > 1
+    path = Path(ended.stdout.strip())
+    (name,) = runs[2]["models"]
+    row["digests"] = ["of another process"]
+    write_json(path, {**runs[2], "models": {name: {**row, "positions": 0}}})
+    ended = CliRunner().invoke(bench, ["invariance", *map(str, arguments)])
+    assert ended.exit_code == 1 and "found 0 positions that differ, and 2 digests" in ended.stderr, ended.output
 
 
 @pytest.mark.long
