@@ -1,7 +1,8 @@
 """The library cuBLASLt over the fake device, as `gpu.kernels.cublas_lt` calls it: products in float64.
 
 It offers an algorithm that accumulates in order, one that does so for some numbers of rows alone, one that splits the
-columns, which gives other bits, and one that does not run. None runs for a single output, as of a gate.
+columns, which gives other bits, one that does so in the rows after many others, and one that does not run. None runs
+for a single output, as of a gate.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ IN_ORDER = 1
 OTHER_ORDER = 2
 REFUSED = 3
 SOME_ROWS = 4
+STREAMED = 5
 # types of elements
 HALF = 2
 BFLOAT16 = 14
@@ -51,11 +53,11 @@ def cublas_lt(gpu: Gpu) -> SimpleNamespace:
         if results[preference.value] != {1: 0, 3: 0}:
             raise Fault(f"cublasLtMatmulAlgoGetHeuristic: {results[preference.value]}")
         described(product, results[weight.value], results[x.value], results[out.value])
-        for place, number in enumerate((REFUSED, SOME_ROWS, IN_ORDER, OTHER_ORDER)):
+        for place, number in enumerate((REFUSED, STREAMED, SOME_ROWS, IN_ORDER, OTHER_ORDER)):
             found[place].algorithm[0] = number
             found[place].state = 0
             found[place].workspace = 0
-        count._obj.value = 4
+        count._obj.value = 5
         return 0
 
     def described(product, weight, x, out) -> bool:
@@ -98,9 +100,11 @@ def cublas_lt(gpu: Gpu) -> SimpleNamespace:
             if fp8:
                 weight_scales, row_scales = (results[product.value][key] for key in (17, 18))
                 found *= gpu.array(weight_scales, (out_features,), "f4") * gpu.array(row_scales, (rows, 1), "f4")
-            gpu.array(out.value, (rows, out_features), out_kind)[:] = found * (
-                1.01 if algorithm[0] == OTHER_ORDER and not fp8 else 1
-            )
+            if algorithm[0] == OTHER_ORDER and not fp8:
+                found *= 1.01
+            if algorithm[0] == STREAMED and not fp8:
+                found[1024:] *= 1.01
+            gpu.array(out.value, (rows, out_features), out_kind)[:] = found
 
         gpu.launch(stream.value, gpu.device, run)
         return 0

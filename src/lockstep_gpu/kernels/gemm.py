@@ -2,9 +2,9 @@
 
 Each output accumulates the columns in order, 16 at a time, in fp32: by our kernel (few_rows.cu) up to 16 rows, or up to
 64 where it is faster, and by cuBLASLt beyond. On Hopper both give the same bits. To make that hold on any GPU, each
-algorithm of cuBLAS is compared with the kernel before its first use, once per shape. Of the algorithms with the same
-bits the fastest on this GPU that runs is used: the choice changes no result. Where none runs, and for narrow weights,
-the kernel takes all rows.
+algorithm of cuBLAS is compared with the kernel before its first use, once per shape: all of them with 16 rows, those
+that are used also with the most rows that they are used for. Of the algorithms with the same bits the fastest on this
+GPU that runs is used: the choice changes no result. Where none runs, and for narrow weights, the kernel takes all rows.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -143,6 +144,7 @@ class _Shapes:
         self._dtype = dtype
         self._module = cuda.compile_kernels(including("few_rows.cu"), kind_options(dtype.name))
         self._chosen: dict[tuple[int, int], _Shape] = {}
+        self._max_rows: dict[tuple[int, int], int] = {}  # by shape: rows of the largest array that is bound
         self._kernel_rows: dict[tuple[tuple[int, ...], int], int] = {}
 
     def __getitem__(self, shape: tuple[int, int]) -> _Shape:
@@ -188,6 +190,8 @@ class _Shapes:
         self, stream: cuda.Stream, weight: cuda.Array, x: cuda.Array, out: cuda.Array
     ) -> Callable[[int], None]:
         out_features, in_features = weight.shape
+        max_rows = math.prod(x.shape[:-1])
+        self._max_rows[out_features, in_features] = max(max_rows, self._max_rows.get((out_features, in_features), 0))
         call = self.library.bind(stream, weight, x, out)
         kernel_launch = functools.cache(functools.partial(self.launch, stream, weight, x, [out], FEW[-1]))
 
@@ -235,6 +239,8 @@ class _Shapes:
         if has_kernel and out_features <= _NARROW:
             return _Shape(True, {})
         rows = MANY[-1] if MANY[-1] * out_features <= _MAX_TRIAL_OUTPUTS else TIMED
+        max_rows = min(self._max_rows.get((out_features, in_features), 0), _MAX_TRIAL_OUTPUTS // out_features)
+        rows = max(rows, max_rows // _BLOCK * _BLOCK)
         trial = Trial(out_features, in_features, rows, self._dtype, self._dtype)
         calls = [self.library.bind(trial.stream, weight, trial.x, trial.out) for weight in trial.weights]
         offered = {size: list(self._offered(out_features, in_features, size)) for size in MANY}
@@ -250,7 +256,7 @@ class _Shapes:
                 "split, found none; install another cuBLAS"
             )
         # Keep the algorithms with the kernel's bits, or else those with the bits of the first algorithm.
-        expected = next(iter(bits_of.values()))
+        reference, expected = next(iter(bits_of.items()))
         kernel_agrees = False
         if has_kernel:
             launch = self.launch(trial.stream, trial.weights[0], trial.x, [trial.out], FEW[-1])
@@ -274,11 +280,51 @@ class _Shapes:
                 candidates = trial.ranked(timed, margin)
             # The others follow: fewer rows than `size` may need one of them.
             algorithms[size] = list(dict.fromkeys([*candidates, *algorithms.get(TIMED, equal)]))
+        if kernel_agrees:
+            launch(_BLOCK)
+        else:
+            for first in range(0, _BLOCK, FEW[-1]):
+                self.library.bind(trial.stream, trial.weights[0], trial.x[first:], trial.out[first:])(
+                    FEW[-1], [reference]
+                )
+        _drop_other_bits(trial, trial.rows(_BLOCK), calls[0], algorithms, rows)
         return _Shape(kernel_agrees, algorithms)
 
     def _offered(self, out_features: int, in_features: int, rows: int) -> Iterator[Algorithm]:
         for depth in (in_features, *(depth for depth in _DEPTHS if depth < in_features)):
             yield from self.library.algorithms(out_features, depth, rows)
+
+
+def _drop_other_bits(
+    trial: Trial,
+    expected: np.ndarray,
+    call: Callable[[int, Sequence[Algorithm]], None],
+    algorithms: Mapping[int, list[Algorithm]],
+    rows: int,
+) -> None:
+    """Remove the algorithms that have other bits with the most rows that they are the best for.
+
+    An algorithm may divide the columns of the last outputs only where there are many of them (stream-K).
+
+    expected: [_BLOCK, out_features], which repeat. algorithms: by their most rows, of which the largest serves `rows`.
+    """
+    tried = set[tuple[Algorithm, int]]()
+    while True:
+        most_rows = {}  # by algorithm: of ascending sizes the last one
+        for size, candidates in algorithms.items():
+            if candidates and size <= rows:
+                most_rows[candidates[0]] = rows if size == MANY[-1] else size
+        untried = most_rows.items() - tried
+        if not untried:
+            return
+        for algorithm, count in untried:
+            tried.add((algorithm, count))
+            with contextlib.suppress(CheckError):  # it does not run for so many rows, but for fewer
+                call(count, [algorithm])
+                if not all(np.array_equal(block, expected[: len(block)]) for block in trial.blocks(count)):
+                    for candidates in algorithms.values():
+                        if algorithm in candidates:
+                            candidates.remove(algorithm)
 
 
 def trial_factors(columns: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
@@ -324,11 +370,21 @@ class Trial:
 
     def bits(self, multiply: Callable[[], None]) -> bytes:
         """Return the bits of the first rows of a product with the first weight."""
-        host = np.empty((FEW[-1], self.out.shape[1]), self.out.dtype)
         multiply()
-        self.stream.download(host, self.out[: len(host)])
+        return self.rows(FEW[-1]).tobytes()
+
+    def rows(self, count: int) -> np.ndarray:
+        """Return the bits of the first rows of the last product, [count, out_features] integers."""
+        host = np.empty((count, self.out.shape[1]), self.out.dtype)
+        self.stream.download(host, self.out[:count])
         self.stream.synchronize()
-        return host.tobytes()
+        return host.view(f"u{host.itemsize}")
+
+    def blocks(self, count: int) -> Iterator[np.ndarray]:
+        """Yield the rows of the last product by blocks, which are alike: the activations repeat."""
+        bits = self.rows(count)
+        for first in range(0, count, _BLOCK):
+            yield bits[first : first + _BLOCK]
 
     def ranked(self, calls: Mapping[T, Sequence[Callable[[], None]]], margin: float = 1.0) -> list[T]:
         """Return the keys of calls that run, the fastest first; those within a factor `margin` of it keep their order.

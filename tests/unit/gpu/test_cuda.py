@@ -411,6 +411,28 @@ def test_a_product_that_cublas_refuses_is_told_by_its_sizes(gpu):
     assert "leading dimensions 24/24/1, alignment " in str(error.value)
 
 
+@pytest.mark.parametrize("most_rows", [1280, 2560])
+def test_an_algorithm_that_has_other_bits_in_many_rows_alone_is_not_used_for_them(gpu, most_rows):
+    from lockstep_gpu import cuda
+    from lockstep_gpu.kernels import gemm
+
+    gemm._shapes.cache_clear()
+    stream = cuda.Stream()
+    dtype = np.dtype(np.float16)
+    weight, x = (cuda.empty((rows, 32), dtype) for rows in (64, most_rows))
+    out = cuda.empty((most_rows, 64), dtype)
+    rows = np.tile(gemm.trial_factors(32, dtype)[1], (most_rows // 64, 1))
+    stream.upload(weight, gemm.trial_factors(32, dtype)[0])
+    stream.upload(x, rows)
+    multiply = gemm.Gemm(stream, dtype).bind(weight, x, [out])
+    products = np.empty((most_rows, 64), dtype)
+    for count in (16, 200, most_rows):
+        multiply(count)
+    stream.download(products, out)
+    stream.synchronize()
+    assert (products.view("u2").reshape(-1, 64, 64) == products[:64].view("u2")).all() and products.any()
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("columns", [24, 48, 4096])
 def test_trials_of_products_tell_orders_of_a_sum_apart(gpu, columns, dtype):
