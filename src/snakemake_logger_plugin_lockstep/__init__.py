@@ -47,6 +47,7 @@ _OF_EACH_RUN = (
     "WorkflowError:\nAt least one job did not complete",
     "host:",
 )
+_REUSED = "reused: "  # of `provenance.cache`, which no plugin need import
 _TARGET_RULES = ("all", "default")  # which run nothing: their inputs are what a run makes
 _COLOURS = {"pass": "32", "FAIL": "31"}
 
@@ -56,6 +57,7 @@ class _Job:
     rule: str
     target: str
     output: tuple[str, ...]
+    log: tuple[str, ...]
     started: float
 
 
@@ -147,6 +149,10 @@ class LogHandler(LogHandlerBase):
             f"[{self._done:>{width}}/{self._total}] {job.rule:<19} {job.target:<38} {padded} {figure:>8} "
             f"{now - job.started:5.0f} s"
         )
+        for path in job.log:
+            for line in _tail(Path(path)):
+                if line.startswith(_REUSED):
+                    self._write(f"    {line}")
         self._show_running()
 
     def _write(self, text: str) -> None:
@@ -174,7 +180,7 @@ class LogHandler(LogHandlerBase):
 def _job(values: dict[str, Any]) -> _Job:
     wildcards = values["wildcards"] or {}
     target = "/".join(str(wildcards[name]) for name in _WILDCARDS if name in wildcards)
-    return _Job(values["rule_name"], target, tuple(values["output"]), values["created"])
+    return _Job(values["rule_name"], target, tuple(values["output"]), tuple(values["log"] or ()), values["created"])
 
 
 def _result(job: _Job) -> tuple[str, str]:

@@ -18,7 +18,8 @@ rule all:
 
 rule good:
     output: "{model}/{precision}.txt"
-    shell: "touch {output}"
+    log: "{model}-{precision}.log"
+    shell: "(echo other; echo reused: good/fp16 is that of base) > {log}; touch {output}"
 
 rule bad:
     output: "bad.txt"
@@ -54,7 +55,10 @@ def test_each_job_is_a_line_and_of_a_failed_one_the_end_of_its_log(rules: Path) 
     ended = snakemake(rules, "--keep-going")
     assert ended.returncode == 1
     lines = ended.stderr.splitlines()
-    assert any(re.fullmatch(r"\[[12]/2\] good +good/fp16 +done +\d+ s", line) for line in lines), ended.stderr
+    (done,) = (
+        number for number, line in enumerate(lines) if re.fullmatch(r"\[[12]/2\] good +good/fp16 +done +\d+ s", line)
+    )
+    assert lines[done + 1] == "    reused: good/fp16 is that of base" and "other" not in ended.stderr
     (failed,) = (number for number, line in enumerate(lines) if re.fullmatch(r"\[[12]/2\] bad +FAIL +\d+ s", line))
     assert lines[failed + 1 : failed + 4] == ["    one", "    lockstep: error: what was expected", "    log: bad.log"]
     assert not any(words in ended.stderr for words in ("jobid", "Building DAG", "config.json")), ended.stderr
@@ -71,7 +75,8 @@ def test_a_terminal_shows_what_runs_on_a_line_that_does_not_stay(rules: Path) ->
     os.close(terminal)
     os.close(other_end)
     assert "\x1b[Kgood good/fp16" in text and "all" not in text, text
-    assert re.search(r"\x1b\[K\[1/1\] good +good/fp16 +done +\d+ s\r\n$", text), text
+    assert re.search(r"\x1b\[K\[1/1\] good +good/fp16 +done +\d+ s\r\n", text), text
+    assert text.endswith("    reused: good/fp16 is that of base\r\n"), text
 
 
 def test_lockstep_run_makes_a_config_from_any_folder_and_ends_with_the_table(demo: Checkout, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from lockstep.artifacts.files import atomic_path, remove_leftovers, sha256_file
@@ -27,9 +27,11 @@ from lockstep.manifests.digest_cache import remember, size_of
 from lockstep.manifests.manifest_files import content, named_files
 from lockstep.manifests.own_files import clear_unnamed
 from lockstep.provenance.code_identity import code_digests
+from lockstep.provenance.statements import read_statement
 from lockstep.stages import STAGES, Job
 
 VARIABLE = "LOCKSTEP_CACHE"
+REUSED = "reused: "  # begins the line of a job's log that a run shows
 _SUFFIXES = (".onnx", ".engine", ".zip")
 
 
@@ -90,11 +92,11 @@ class Cache:
         """
         source = self.blob_path(sha256)
         touch(source)
-        shutil.copyfile(source, target)
-        actual = sha256_file(target)
-        if actual != sha256:
+        try:
+            _copy(source, sha256, target)
+        except InputError:
             delete(source)
-            raise InputError(f"{source}: expected sha256 {sha256}, found {actual}: the file is damaged")
+            raise
 
     def add(self, source: Path, sha256: str) -> None:
         """Put the file `source` in, unless it is there, whole. Raises InputError when it is not of this sha256."""
@@ -147,7 +149,7 @@ def take(cache: Cache | None, step: Job, key: BuildKey) -> bool:
         entry = cache.read(name)
         if entry is None:
             return False
-        _restore(cache, step, entry)
+        _restore(step, entry, cache.take)
     except LockstepError as error:
         delete(cache.entry_path(name))
         _say(f"{error}; {step} is made again")
@@ -180,10 +182,37 @@ def put(cache: Cache | None, step: Job, statement: Statement) -> None:
         _say(f"{step} is put into {cache.folder}, build key {statement.key.sha256[:12]}")
 
 
-def _restore(cache: Cache, step: Job, entry: Statement) -> None:
-    """Copy an artefact out of the cache.
+def take_of_other(step: Job, key: BuildKey) -> bool:
+    """Copy the artefact of another model of the same results tree, if one has this build key, as a fine-tune's base.
 
-    The manifest is checked first and written last, so no manifest is there after a run that was killed.
+    Returns whether the output of `step` is there; False: it must be made.
+    """
+    stage = STAGES[step.stage]
+    root = step.output.parents[len(Path(stage.output).parts) - 1]
+    if not stage.is_cached or "model" not in step.names or root / stage.output.format(**step.names) != step.output:
+        return False
+    others = root.glob(stage.output.format(**{**step.names, "model": "*"}))
+    for manifest in sorted(set(others) - {step.output}):
+        try:
+            entry = read_statement(manifest)
+            if entry is None or entry.key.sha256 != key.sha256:
+                continue
+            paths = {sha256: manifest.parent / name for name, sha256 in entry.outputs.items()}
+            _restore(step, entry, lambda sha256, target, paths=paths: _copy(paths[sha256], sha256, target))
+        except (LockstepError, OSError):
+            continue  # it is damaged, or made at this moment
+        print(
+            f"{REUSED}{step} is that of {manifest.relative_to(root).parts[0]}, of the same build key", file=sys.stderr
+        )
+        return True
+    return False
+
+
+def _restore(step: Job, entry: Statement, take: Callable[[str, Path], None]) -> None:
+    """Copy an artefact out of the cache, or from another model.
+
+    take: copies the file of a sha256 to a new one. The manifest is checked first and written last, so no manifest is
+    there after a run that was killed.
     """
     folder = step.output.parent
     output = step.output
@@ -192,19 +221,26 @@ def _restore(cache: Cache, step: Job, entry: Statement) -> None:
         remove_leftovers(folder / name)
     with atomic_path(output) as manifest:
         if output.name in outputs:
-            cache.take(outputs[output.name], manifest)
+            take(outputs[output.name], manifest)
         if output.name not in outputs or not _is_whole(manifest, outputs):
-            path = cache.entry_path(entry.key.sha256)
-            raise InputError(f"{path}: expected all files of {output.name}, found others")
+            raise InputError(f"build key {entry.key.sha256}: expected all files of {output.name}, found others")
         for path in (output, statement_path(output)):
             path.unlink(missing_ok=True)
         for name in outputs.keys() - {output.name}:
             with atomic_path(folder / name) as temporary:
-                cache.take(outputs[name], temporary)
+                take(outputs[name], temporary)
             remember(folder / name, outputs[name])
     # Where no other artefact shares the folder, files of an earlier one are deleted.
     if "{" not in Path(STAGES[step.stage].output).name:
         clear_unnamed(output, lambda path: path.suffix in _SUFFIXES)
+
+
+def _copy(source: Path, sha256: str, target: Path) -> None:
+    """Copy a file. Raises InputError when it is not of this sha256."""
+    shutil.copyfile(source, target)
+    actual = sha256_file(target)
+    if actual != sha256:
+        raise InputError(f"{source}: expected sha256 {sha256}, found {actual}: the file is damaged")
 
 
 def _is_whole(manifest: Path, outputs: Mapping[str, str]) -> bool:

@@ -15,7 +15,7 @@ from lockstep.errors import ENDING, InputError, LockstepError
 from lockstep.manifests.digest_cache import digest
 from lockstep.manifests.manifest_files import failed_path
 from lockstep.provenance import locked
-from lockstep.provenance.cache import cache_for, put, take
+from lockstep.provenance.cache import cache_for, put, take, take_of_other
 from lockstep.provenance.statements import build_key, read_statement, write_statement
 from lockstep.stages import STAGES, Job
 
@@ -39,7 +39,7 @@ def run(job: Job, make: Callable[[], object] | None = None, lock_file: Path | No
     try:
         if stage.rule.updates and not _is_stated(job.output):
             job.output.unlink(missing_ok=True)
-        is_taken = take(shared, job, key)
+        is_taken = take_of_other(job, key) or take(shared, job, key)
         if is_taken:
             statement = write_statement(job, key)
             if lock_file is not None and (line := locked.reject(job.output, lock_file)):

@@ -69,6 +69,29 @@ def test_results_that_are_edited_in_place_leave_the_cache_as_it_was(tmp_path: Pa
     assert (tmp_path / "third" / "weights.safetensors").read_bytes()[:6] != b"edited"
 
 
+def test_a_model_takes_what_another_of_its_tree_has(tmp_path: Path, capsys) -> None:
+    """As a fine-tune the graphs and engines of its base."""
+
+    def export(model: str, precision: str, make) -> Path:
+        out = tmp_path / model / precision / "graphs" / "assembly.json"
+        step = Job("export", {"model": model, "precision": precision}, {}, {}, out)
+        return stage.run(step, lambda: make(out))
+
+    def assembly(out: Path) -> None:
+        write_json(out, {"format": "lockstep.test/1"})
+
+    base = export("base", "fp32", assembly)
+    tuned = export("tuned", "fp32", never)
+    assert contents(base.parent) == contents(tuned.parent), "the statement too"
+    assert "reused: export tuned/fp32 is that of base, of the same build key\n" in capsys.readouterr().err
+    base.write_text("damaged")
+    tuned.write_text("damaged")
+    made = []
+    export("third", "fp32", lambda out: (made.append(out), assembly(out)))
+    export("third", "fp16", lambda out: (made.append(out), assembly(out)))
+    assert len(made) == 2 and capsys.readouterr().err == ""
+
+
 def graphs(demo: Results, folder: Path) -> Path:
     """The demo's graphs in fp16, recorded."""
     out = Path(shutil.copytree(demo.assembly("demo-llama", "fp16").parent, folder / "graphs")) / "assembly.json"
