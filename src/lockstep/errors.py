@@ -188,14 +188,14 @@ def guard() -> Iterator[None]:
         name = error.object[: error.end][-_TAIL:].encode(errors="backslashreplace").decode().strip()
         _leave(f"expected a name in UTF-8, found other bytes at the end of {name}; rename it and run again", 2)
     except KeyboardInterrupt as error:
-        event = "interrupted"
+        event = INTERRUPTED
         number = signal.SIGINT.value
         if isinstance(error, Ended):
             event = f"ended by {error}"
             number = error.number
         if getattr(error, "said_by_child", False):  # the same line is on stderr already
             raise SystemExit(128 + number) from None
-        _leave(f"{event}; {_KEPT}", 128 + number)
+        _leave(f"{event}; {KEPT}", 128 + number)
 
 
 def _escaped(error: UnicodeError) -> tuple[str, int]:
@@ -208,7 +208,8 @@ def _escaped(error: UnicodeError) -> tuple[str, int]:
 
 _ESCAPES = "lockstep.escapes"
 codecs.register_error(_ESCAPES, _escaped)
-_KEPT = "finished results are kept, run the same command to go on"
+INTERRUPTED = "interrupted"
+KEPT = "finished results are kept, run the same command to go on"
 
 
 def _leave(line: str, exit_code: int) -> None:

@@ -67,7 +67,7 @@ class LogHandler(LogHandlerBase):
     def __post_init__(self) -> None:
         self._jobs: dict[int, _Job] = {}
         self._total = self._done = 0
-        self._has_verdict = False
+        self._has_verdict = self._is_interrupted = False
         self._stream: TextIO = sys.stderr
         if self.common_settings.stdout:
             self._stream = sys.stdout
@@ -118,7 +118,11 @@ class LogHandler(LogHandlerBase):
         elif event == LogEvent.JOB_FINISHED:
             self._end(values["job_id"], record.created)
         elif event == LogEvent.JOB_ERROR:
-            self._end(values["jobid"], record.created, failed=True)
+            if any(_interrupted(Path(path)) for path in values["log"]):
+                self._is_interrupted = True
+                return self._end(values["jobid"], record.created, "stopped")
+            self._has_verdict = True
+            self._end(values["jobid"], record.created, "FAIL")
             if message := values["rule_msg"]:  # an executor's: that a cluster ended the job, and why
                 self._write(f"    {message}")
             for path in values["log"]:
@@ -131,15 +135,15 @@ class LogHandler(LogHandlerBase):
             if text and not text.startswith(_OF_EACH_RUN):
                 self._write(text)
 
-    def _end(self, number: int, now: float, failed: bool = False) -> None:
+    def _end(self, number: int, now: float, word: str = "") -> None:
+        """Write the line of a job. word: its result, where it is not in its output."""
         job = self._jobs.pop(number, None)
         if job is None:
             return
         self._done += 1
-        self._has_verdict |= failed or job.rule == "summary"
-        word = "FAIL"
+        self._has_verdict |= job.rule == "summary"
         figure = ""
-        if not failed:
+        if not word:
             word, figure = _result(job)
         padded = f"{word:<4}"
         if self._in_colour and word in _COLOURS:
@@ -174,6 +178,11 @@ class LogHandler(LogHandlerBase):
         if self._has_verdict and not self._as_snakemake:
             self._has_verdict = False
             _print_verdict()
+        if self._is_interrupted:
+            from lockstep.errors import INTERRUPTED, KEPT
+
+            self._is_interrupted = False
+            self._write(f"lockstep: {INTERRUPTED}; {KEPT}")
         super().close()
 
 
@@ -202,6 +211,13 @@ def _result(job: _Job) -> tuple[str, str]:
     if value is None:
         return report.result, ""
     return report.result, format(value, column.form or ".1e")
+
+
+def _interrupted(path: Path) -> bool:
+    """Return whether a job's log ends with the line of one that Ctrl-C stopped."""
+    from lockstep.errors import INTERRUPTED, PREFIX
+
+    return any(line.startswith(f"{PREFIX}{INTERRUPTED}") for line in _tail(path)[-1:])
 
 
 def _tail(path: Path) -> list[str]:

@@ -14,7 +14,7 @@ from checkout import REPOSITORY, Checkout
 
 RULES = """
 rule all:
-    input: "good/fp16.txt", "bad.txt"
+    input: "good/fp16.txt", "bad.txt", "stopped.txt"
 
 rule good:
     output: "{model}/{precision}.txt"
@@ -25,6 +25,11 @@ rule bad:
     output: "bad.txt"
     log: "bad.log"
     shell: "(echo one; echo lockstep: error: what was expected; cat leaks.txt) > {log}; exit 1"
+
+rule stopped:
+    output: "stopped.txt"
+    log: "stopped.log"
+    shell: "echo 'lockstep: error: interrupted; and more' > {log}; exit 130"
 """
 
 
@@ -56,17 +61,20 @@ def test_each_job_is_a_line_and_of_a_failed_one_the_end_of_its_log(rules: Path) 
     assert ended.returncode == 1
     lines = ended.stderr.splitlines()
     (done,) = (
-        number for number, line in enumerate(lines) if re.fullmatch(r"\[[12]/2\] good +good/fp16 +done +\d+ s", line)
+        number for number, line in enumerate(lines) if re.fullmatch(r"\[[123]/3\] good +good/fp16 +done +\d+ s", line)
     )
     assert lines[done + 1] == "    reused: good/fp16 is that of base" and "other" not in ended.stderr
-    (failed,) = (number for number, line in enumerate(lines) if re.fullmatch(r"\[[12]/2\] bad +FAIL +\d+ s", line))
+    (failed,) = (number for number, line in enumerate(lines) if re.fullmatch(r"\[[123]/3\] bad +FAIL +\d+ s", line))
     assert lines[failed + 1 : failed + 4] == ["    one", "    lockstep: error: what was expected", "    log: bad.log"]
+    (stopped,) = (line for line in lines if "stopped" in line)
+    assert re.fullmatch(r"\[[123]/3\] stopped +stopped +\d+ s", stopped), "Ctrl-C is no failure, and is told once"
+    assert lines[-1] == "lockstep: interrupted; finished results are kept, run the same command to go on"
     assert not any(words in ended.stderr for words in ("jobid", "Building DAG", "config.json")), ended.stderr
 
 
 def test_a_terminal_shows_what_runs_on_a_line_that_does_not_stay(rules: Path) -> None:
     """And the table does not begin on it: the rule that has the targets as inputs is no job of ours."""
-    (rules / "Snakefile").write_text(RULES.replace(', "bad.txt"', ""))
+    (rules / "Snakefile").write_text(RULES.replace(', "bad.txt", "stopped.txt"', ""))
     terminal, other_end = os.openpty()
     termios.tcsetwinsize(other_end, (24, 80))
     command = [sys.executable, "-m", "snakemake", "--cores", "1", "--logger", "lockstep"]

@@ -177,7 +177,9 @@ def model_line(name: str, model: dict[str, Any]) -> str:
     stages = ", ".join(f"{stage} {part:.0%}" for stage, part in longest if part >= 0.01)
     time = f"{total / 60:.0f} min" if total < 7200 else f"{total / 3600:,.0f} h"
     words.append(f"about {time} on {_cores()} cores ({stages})")
-    return f"{name}: about {model['parameters'] / 1e6:,.0f} M parameters: {', '.join(words)}"
+    millions = model["parameters"] / 1e6
+    decimals = 0 if millions >= 1 else 1
+    return f"{name}: about {millions:,.{decimals}f} M parameters: {', '.join(words)}"
 
 
 def _size(nbytes: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -70,8 +71,9 @@ def logged(snakemake: Any) -> Iterator[None]:
                 os.dup2(file.fileno(), stream)
             with shown_on(terminal):
                 yield
-    except SystemExit:
-        _tell(terminal, log, PREFIX, last=1)
+    except SystemExit as error:
+        if error.code != 128 + signal.SIGINT:  # of which the run says one line for all jobs
+            _tell(terminal, log, PREFIX, last=1)
         raise
     _tell(terminal, log, NOTE)
 
