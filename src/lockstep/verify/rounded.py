@@ -44,7 +44,7 @@ _COMPARED = {
 }  # fmt: skip
 _LEVELS = 127.0
 _OF_EXPERTS = re.compile(r"\.experts\.")  # whose activations are not rounded (export.quantize); shared ones are
-_DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
+_DTYPE = torch.Tensor.dtype.__get__
 
 
 class Rounded(TorchFunctionMode):
