@@ -36,7 +36,7 @@ OPTIONS = (
     options.Option("names", metavar="[FAMILY]...", many=True),
     options.number("--jobs", 1, "Models tried at a time."), options.WRITE,
 )  # fmt: skip
-GPU_BACKENDS = ("cuda", "tensorrt", "tensorrt_rtx")
+GPU_BACKENDS = ("cuda", "tensorrt")
 PACKAGES = ("onnx", "onnxruntime", "onnxscript", "torch", "transformers")
 WORKS = "works"
 REFUSED = "refused"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import importlib.util
 import re
 import sys
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from typing import Any
 
 from lockstep.errors import InputError
 
+_DISTRIBUTION = "lockstep-engines"
 _OWN_BACKENDS = Path(__file__).resolve().parent / "backends"
 
 
@@ -28,11 +30,21 @@ _OWN_BACKENDS = Path(__file__).resolve().parent / "backends"
 def entry_points(group: str) -> Mapping[str, importlib.metadata.EntryPoint]:
     """Return the entry points of a group ("backends"), sorted by their names."""
     group = f"lockstep.{group}"
-    registered = list(importlib.metadata.entry_points(group=group))
+    registered = [entry for entry in importlib.metadata.entry_points(group=group) if not _is_gone(entry)]
     # After those of what is installed, which may be this checkout as it was then.
     in_checkout = _entry_points_of_checkout().get(group, {})
     registered += [importlib.metadata.EntryPoint(name, value, group) for name, value in in_checkout.items()]
     return {entry.name: entry for entry in sorted(registered, key=lambda entry: entry.name)}
+
+
+def _is_gone(entry: importlib.metadata.EntryPoint) -> bool:
+    """Return whether this project registered the entry when it was installed, and has its module no more."""
+    if entry.dist is None or entry.dist.name != _DISTRIBUTION:
+        return False
+    try:
+        return importlib.util.find_spec(entry.module) is None
+    except ModuleNotFoundError:  # its package is gone too
+        return True
 
 
 @functools.cache

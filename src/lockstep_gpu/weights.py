@@ -85,7 +85,6 @@ class DeviceWeights:
         shape: tuple[int, ...],
         dtype: np.dtype,
         where: str,
-        sign: int = 0,
         room: bool = False,
         cast: WeightCast | None = None,
     ) -> cuda.Array:
@@ -94,13 +93,12 @@ class DeviceWeights:
         Args:
             dtype: Dtype of the tensors in the checkpoint.
             where: Prefix of error messages.
-            sign: XOR mask of each byte (`onnx_tools.dequantized`).
             room: The shape has room for more values after the tensors, which belong to the caller alone.
             cast: Cast during upload.
 
         Raises CheckError for tensors of another dtype or size.
         """
-        key = (sign, cast, *map(weights.identity, names))
+        key = (cast, *map(weights.identity, names))
         array = None if room else self._arrays.get(key)
         if array is not None:
             return array.reshape(*shape)
@@ -119,11 +117,11 @@ class DeviceWeights:
         start = 0
         for tensor in tensors:
             end = start + tensor.size
-            self.uploads.add(self._uploader.upload(flat[start:end], _turned(tensor, cast), sign, cast))
+            self.uploads.add(self._uploader.upload(flat[start:end], _turned(tensor, cast), cast))
             start = end
         ends = list(itertools.accumulate(tensor.size for tensor in tensors))
         for name, first, end in zip(names, (0, *ends), ends):
-            self.placed.append(PlacedTensor(weakref.ref(array), first, end, name, sign, cast))
+            self.placed.append(PlacedTensor(weakref.ref(array), first, end, name, cast))
         return array
 
 
@@ -135,7 +133,6 @@ class PlacedTensor:
     first: int
     end: int
     name: str
-    sign: int
     cast: WeightCast | None
     digest: str | None = None
 
@@ -150,8 +147,6 @@ class PlacedTensor:
         values = np.ascontiguousarray(_turned(tensor, self.cast))
         if self.cast is not None:
             values = _cast(values, self.cast)
-        if self.sign:
-            values = (values.view(np.uint8) ^ np.uint8(self.sign)).view(values.dtype)
         return values
 
 
@@ -222,7 +217,7 @@ def _find(
 ) -> tuple[str, np.ndarray | None]:
     """Return the digest of a tensor, and its bytes in host memory, unless the device has them."""
     device.use()  # for page-locked memory
-    key = entry.name, entry.sign, entry.cast
+    key = entry.name, entry.cast
     part = entry.part()
     digest, data = pool.find(weights_json, key, part.nbytes)
     if digest is not None and (data is not None or digest == entry.digest):
@@ -263,17 +258,17 @@ class Uploader:
             uploader = cls._of_devices[device] = cls(device)
         return uploader
 
-    def upload(self, array: cuda.Array, tensor: np.ndarray, sign: int, cast: WeightCast | None) -> list[Future]:
+    def upload(self, array: cuda.Array, tensor: np.ndarray, cast: WeightCast | None) -> list[Future]:
         """Start the copies of a tensor to a 1-D array of its size. Each copy keeps the device memory alive."""
         copies = []
         start = 0
         for values in _pieces(tensor):
             end = start + values.size
-            copies.append(self._pool.submit(self.copy_piece, array[start:end], values, sign, cast))
+            copies.append(self._pool.submit(self.copy_piece, array[start:end], values, cast))
             start = end
         return copies
 
-    def copy_piece(self, array: cuda.Array, values: np.ndarray, sign: int, cast: WeightCast | None) -> None:
+    def copy_piece(self, array: cuda.Array, values: np.ndarray, cast: WeightCast | None) -> None:
         local = self._local
         if not hasattr(local, "stream"):
             self._device.use()
@@ -283,8 +278,6 @@ class Uploader:
             values = _cast(values, cast)
         host = local.buffer[: values.nbytes].view(values.dtype)
         np.copyto(host.reshape(values.shape), values)
-        if sign:
-            host ^= np.uint8(sign)
         local.stream.upload(array, host)
         local.stream.synchronize()
 

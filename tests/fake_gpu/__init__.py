@@ -10,9 +10,8 @@ Imitated, strictly:
 - Streams (`device`). They do nothing until the host waits for just them, so that whatever relies on an order which
   nothing holds is wrong. A captured graph replays the addresses that it was captured with, and asks that its contexts
   still live and have the shapes of then.
-- TensorRT (`tensorrt`), by its name or another's, such as `tensorrt_rtx`, of which it has the runtime cache, and the
-  compute capability 8.9 (`CAPABILITY`). An engine plan is the ONNX graph that the
-  builder asked for (fused), run by ONNX Runtime. Shapes outside of the profile that is set are refused.
+- TensorRT (`tensorrt`). An engine plan is the ONNX graph that the builder asked for (fused), run by ONNX Runtime.
+  Shapes outside of the profile that is set are refused.
 - Several devices (`device`), where a test asks for them: kernels and engines run where they were loaded.
 - Kernels (`kernels`) and cuDNN's attention over pages (`cudnn`), in NumPy. What cuDNN spoils is NaN.
 
@@ -45,13 +44,13 @@ from lockstep_gpu import libraries
 
 __all__ = ["Fault", "Gpu", "installed"]
 
-CAPABILITY = "8.9"  # as TensorRT-RTX asks the driver; what only TensorRT reads says 9.8
+CAPABILITY = "8.9"  # as the driver says; what only TensorRT reads says 9.8
 
 # Speed is not imitated: algorithms of cuBLAS are timed with a few sizes, on one weight. Each is a product in NumPy.
 TRIALS = {"MANY": (32, 64, 128, 256, 384), "_COPIES": 1}
 
 # What a `Library` keeps of the module that it has loaded.
-OWN = ("api", "_logger", "_runtime", "_caches")
+OWN = ("api", "_logger", "_runtime")
 
 
 @contextlib.contextmanager
@@ -60,7 +59,7 @@ def installed(version: str = "10.6.0", name: str = "tensorrt") -> Iterator[Gpu]:
 
     Args:
         version: of TensorRT's library.
-        name: of the backend: `tensorrt`, `tensorrt_rtx` or `cuda`.
+        name: of the backend: `tensorrt` or `cuda`.
     """
     gpu = Gpu()
     bindings = ModuleType("cuda.bindings")
@@ -74,7 +73,7 @@ def installed(version: str = "10.6.0", name: str = "tensorrt") -> Iterator[Gpu]:
     with contextlib.ExitStack() as stack:
         if name != "cuda":
             backend = importlib.import_module(f"lockstep_gpu.backends.{name}.backend").BACKEND
-            api = modules[backend.library.module] = tensorrt.tensorrt(gpu, version, backend.library.module)
+            api = modules["tensorrt"] = tensorrt.tensorrt(gpu, version)
             stack.enter_context(_as_library(backend, api))
         before = {name: _remove(name) for name in (*modules, *bound())}
         sys.modules.update(modules)
@@ -94,11 +93,11 @@ def installed(version: str = "10.6.0", name: str = "tensorrt") -> Iterator[Gpu]:
 
 @contextlib.contextmanager
 def _as_library(backend: Any, api: ModuleType) -> Iterator[None]:
-    """Have a backend of TensorRT's kind take `api` for its package, and build without it."""
+    """Have TensorRT's backend take `api` for its package, and build without it."""
     library = backend.library
     build = backend.build
     old = dict(vars(library))
-    vars(library).update(api=api, _logger=None, _runtime=None, **({"_caches": {}} if "_caches" in old else {}))
+    vars(library).update(api=api, _logger=None, _runtime=None)
     backend.build = lambda self, graph, out, options: _build(self, build, graph, out, options)
     try:
         yield
@@ -158,17 +157,13 @@ def _build(backend: object, real: Callable, graph: Path, out: Path, options: dic
     from lockstep.artifacts.files import sha256_file, write_bytes
     from lockstep.backends.base import Built
     from lockstep.backends.profiles import LIMITS
-    from lockstep.onnx_tools.dequantized import DequantizeProducts
-    from lockstep.onnx_tools.toolkit import run_passes
     from lockstep_gpu.backends.tensorrt.layers import ChosenLayer
 
     if out.suffix != ".engine":
         return real(backend, graph, out, options)
-    model = run_passes(onnx.load(graph), DequantizeProducts(str(out)))
+    model = onnx.load(graph)
     model.metadata_props.add(key="limits", value=json.dumps({name: options[name] for name in LIMITS}))
     write_bytes(out, model.SerializeToString())
-    if not hasattr(backend, "tactics"):  # TensorRT-RTX chooses none
-        return Built()
     tactic = "another" if out.parent.name == "again" and out.stem == "middle" else "one"
     product = ChosenLayer("product", (), "gemm", tactic)
     digest = backend.tactics.take(out.stem, sha256_file(graph), [product], str(out))

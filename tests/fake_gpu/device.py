@@ -60,7 +60,6 @@ class Gpu:
         self.cublas_version = "12.8.4"
         self.product_rows = set[int]()  # of products by cuBLAS
         self.profiles = []  # that contexts were set to, in order
-        self.specializations = []  # how contexts of TensorRT-RTX were told to compile kernels, in order
         self.lock = threading.RLock()
         self._next = 1 << 44
         self._starts = []

@@ -1,9 +1,8 @@
-"""The module `tensorrt`, or one of its name, over the fake device: engines that ONNX Runtime runs."""
+"""The module `tensorrt` over the fake device: engines that ONNX Runtime runs."""
 
 from __future__ import annotations
 
 import enum
-import hashlib
 import importlib.machinery
 import json
 import weakref
@@ -58,57 +57,8 @@ class Engine:
         return False
 
     def create_execution_context(self, strategy=None):
-        """Without a strategy, in memory of its own. TensorRT-RTX takes a configuration with one."""
-        if isinstance(strategy, RuntimeConfig):
-            strategy.engine.gpu.specializations.append(strategy.dynamic_shapes_kernel_specialization_strategy)
-            strategy.cache.add(self)
-            strategy = strategy.allocation
+        """Without a strategy, in memory of its own."""
         return Context(self, strategy is None)
-
-    def create_runtime_config(self):
-        return RuntimeConfig(self)
-
-
-class RuntimeConfig:
-    """IRuntimeConfig of TensorRT-RTX: a context wants a runtime cache, which an engine adds its kernels to."""
-
-    def __init__(self, engine: Engine):
-        self.engine = engine
-        self.allocation = None
-        self.cache = None
-        self.dynamic_shapes_kernel_specialization_strategy = "lazy"
-
-    def set_execution_context_allocation_strategy(self, strategy):
-        self.allocation = strategy
-
-    def create_runtime_cache(self):
-        return RuntimeCache()
-
-    def set_runtime_cache(self, cache):
-        self.cache = cache
-        return True
-
-
-class RuntimeCache:
-    """IRuntimeCache: the digests of the engines that were loaded with it; refuses other bytes."""
-
-    MAGIC = b"fake runtime cache "
-
-    def __init__(self):
-        self.kernels: set[str] = set()
-
-    def add(self, engine: Engine):
-        self.kernels.add(hashlib.sha256(engine.model.SerializeToString()).hexdigest())
-
-    def serialize(self):
-        return self.MAGIC + json.dumps(sorted(self.kernels)).encode()
-
-    def deserialize(self, data):
-        try:
-            self.kernels |= set(json.loads(data.removeprefix(self.MAGIC)))
-        except ValueError:
-            return False
-        return True
 
 
 class Context:
@@ -212,10 +162,10 @@ class Context:
         return True
 
 
-def tensorrt(gpu: Gpu, version: str, name: str = "tensorrt") -> ModuleType:
-    """The module `name` of a version."""
-    trt = ModuleType(name)
-    trt.__spec__ = importlib.machinery.ModuleSpec(name, None)
+def tensorrt(gpu: Gpu, version: str) -> ModuleType:
+    """The module `tensorrt` of a version."""
+    trt = ModuleType("tensorrt")
+    trt.__spec__ = importlib.machinery.ModuleSpec("tensorrt", None)
 
     class Runtime:
         def __init__(self, logger):
@@ -236,7 +186,6 @@ def tensorrt(gpu: Gpu, version: str, name: str = "tensorrt") -> ModuleType:
         Runtime=Runtime,
         ILogger=logger,
         ExecutionContextAllocationStrategy=SimpleNamespace(USER_MANAGED=2),
-        DynamicShapesKernelSpecializationStrategy=SimpleNamespace(LAZY="lazy", EAGER="eager"),
         float32=KINDS.FLOAT,
         float16=KINDS.HALF,
         int32=KINDS.INT32,

@@ -18,7 +18,7 @@ PROFILE = (
     "--slurm-init-seconds-before-status-checks", "2", "--latency-wait", "10",
 )  # fmt: skip
 GOLDEN = "results/demo-llama/fp16/golden/onnxruntime/2.json"
-RTX_ENGINES = "results/demo-llama/fp16/engines/tensorrt_rtx/engines.json"
+CUDA_ENGINES = "results/demo-llama/fp16/engines/cuda/engines.json"
 
 
 def test_the_demo_runs_through_the_profile(cluster: Cluster, fresh: Checkout, local: Checkout, tmp_path: Path) -> None:
@@ -43,10 +43,10 @@ def test_the_demo_runs_through_the_profile(cluster: Cluster, fresh: Checkout, lo
 
 def test_a_job_waits_for_the_declared_gpu(cluster: Cluster, fresh: Checkout, local: Checkout) -> None:
     """node1 has the cluster's only GPU, and somebody else has it. The partition is chosen by the job's backend."""
-    partition = "slurm_partition='gpu' if wildcards.get('backend') == 'tensorrt_rtx' else 'main'"
+    partition = "slurm_partition='gpu' if wildcards.get('backend') == 'cuda' else 'main'"
     other = cluster.run("sbatch", "--parsable", "--gpus=1", "--output=/dev/null", "--wrap=sleep 600").strip()
     options = ("--set-resources", "build:gpu=1", "--default-resources", partition)
-    with started(fresh, *options, "--", RTX_ENGINES) as run:
+    with started(fresh, *options, "--", CUDA_ENGINES) as run:
         cluster.wait_for(lambda: job_of(cluster, "build", "PENDING"), "the build to be queued", TIMEOUT)
         number = job_of(cluster, "build", "PENDING")
         cluster.wait_for(lambda: cluster.jobs("%r", "--jobs", number) == ["Resources"], "Slurm to look at it")
@@ -58,7 +58,7 @@ def test_a_job_waits_for_the_declared_gpu(cluster: Cluster, fresh: Checkout, loc
     (build,) = [job for job in of_run if job["Partition"] == "gpu"]
     assert (build["JobId"], build["JobState"], build["NodeList"]) == (number, "COMPLETED", "node1")
     assert len(of_run) == 3, "architecture, export, build"
-    check_made(fresh, local, RTX_ENGINES)
+    check_made(fresh, local, CUDA_ENGINES)
 
 
 def test_a_node_drained_in_the_middle_finishes_its_job_and_gets_no_other(

@@ -56,12 +56,12 @@ class Checkout:
         path = self.folder / "config" / "config.yaml"
         self.take_whole_demo()
         text = path.read_text()
-        dropped = [name for name in ("openvino", "cuda", "tensorrt_rtx") if name not in backends]
-        lines = "      openvino: [bf16, w4a16]\n", "      cuda: [fp16, w8a16]\n", "      tensorrt_rtx: [fp16, bf16]\n"
+        dropped = [name for name in ("openvino", "cuda") if name not in backends]
+        lines = "      openvino: [bf16, w4a16]\n", "      cuda: [fp16, w8a16]\n"
         for line, line_kept in (
             ("precisions: [fp32, fp16, w8a16]", "precisions: [fp32]"),
             ("    group_size: 16 # divides its rows, of 144, 240 and 400 numbers\n", ""),
-            ("[onnxruntime, openvino, cuda, tensorrt_rtx]", f"[{', '.join(['onnxruntime', *backends])}]"),
+            ("[onnxruntime, openvino, cuda]", f"[{', '.join(['onnxruntime', *backends])}]"),
             ("    backend_precisions:\n", "    backend_precisions:\n" if backends else ""),
             *((line, "") for line in lines if line.split(":")[0].strip() in dropped),
         ):

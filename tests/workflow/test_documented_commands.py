@@ -33,7 +33,6 @@ ELSEWHERE = {
     "smollm2/": "what `make real` makes",
     "config device=": "GPUs: tests/workflow/test_two_devices.py",
     "config/openvino.yaml": "a CPU with bf16 instructions: `make demo` has these targets",
-    "tensorrt_rtx": "builds for an RTX GPU: tests/workflow/test_committed_lock.py",
     "--rebuilders": "two rebuilders' keys: tests/unit/publish/test_publish.py",
 }
 MY_MODEL = """\

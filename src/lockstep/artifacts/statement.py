@@ -190,7 +190,7 @@ def _packages(key: BuildKey) -> Iterator[dict[str, Any]]:
 
 # Backends that have the name of the package, or of the native library, that builds their engines.
 _PACKAGES = ("openvino",)
-_LIBRARIES = ("tensorrt", "tensorrt_rtx")
+_LIBRARIES = ("tensorrt",)
 
 
 def libraries(key: BuildKey) -> Iterator[tuple[str, str, str]]:

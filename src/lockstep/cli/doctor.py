@@ -88,14 +88,13 @@ def _backends() -> dict[str, dict[str, Any]]:
 
     by_backend = {}
     for name, settings in backends().items():
-        options = settings.build_options(settings.section() if settings.section else None, {})
         lacking = {precision: reason for precision in settings.precisions if (reason := settings.lacks_here(precision))}
         not_built = settings.missing() or settings.cannot_build()
         by_backend[name] = {
             "precisions": [precision for precision in settings.precisions if precision not in lacking],
             "lacking": lacking,
             "not_built": not_built,
-            "not_run": not_built or settings.cannot_run(options),
+            "not_run": not_built or settings.cannot_run(),
         }
     return by_backend
 

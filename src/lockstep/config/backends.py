@@ -41,8 +41,8 @@ class BackendSettings:
     missing: why its engines cannot be built in this Python, with the command that installs what lacks; None where they
     can.
     cannot_build: why they cannot be built on this machine; None where they can.
-    cannot_run: given the options of a build, why its engines cannot run here, though they can be built; None where they
-    can. lacks_here: why the processor here does not compute in one of `precisions`, None where it does; asked when the
+    cannot_run: why its engines cannot run here, though they can be built; None where they can.
+    lacks_here: why the processor here does not compute in one of `precisions`, None where it does; asked when the
     config is read. None of these loads the library. The last three say "needs WHAT of which kind, found what", of which
     the summary's headline has WHAT.
     device_memory: bytes of the device that runs its engines, by its driver alone; 0 where that is the CPU.
@@ -61,7 +61,7 @@ class BackendSettings:
     model_settings: tuple[str, ...] = ()
     missing: Callable[[], str | None] = lambda: None
     cannot_build: Callable[[], str | None] = lambda: None
-    cannot_run: Callable[[Mapping[str, Any]], str | None] = lambda options: None
+    cannot_run: Callable[[], str | None] = lambda: None
     lacks_here: Callable[[str], str | None] = lambda precision: None
     device_memory: Callable[[], int] = lambda: 0
 

@@ -49,7 +49,7 @@ def choose(parameters: int | None, packing: Packing | None, memory: int) -> Choi
     The first precision whose weights fit into the memory of the GPU, or into `memory` bytes where there is none.
     """
     cuda = backends()["cuda"]
-    on_gpu = cuda.missing() is None and cuda.cannot_run({}) is None
+    on_gpu = cuda.missing() is None and cuda.cannot_run() is None
     backend = "cuda" if on_gpu else "onnxruntime"
     if packing is not None:
         if packing.layout == MXFP4:  # which OpenVINO multiplies with; ONNX Runtime decodes it first

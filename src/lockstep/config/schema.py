@@ -180,7 +180,7 @@ class Config(Section):
         """
         if backend in self.devices:
             return None
-        return self._cannot_build(backend) or self._settings(backend).cannot_run(self.build_options(backend))
+        return self._cannot_build(backend) or self._settings(backend).cannot_run()
 
     def _cannot_build(self, backend: str) -> str | None:
         """Return why engines of a backend cannot be built here; None where they can, and for a device."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,9 @@ from lockstep.artifacts.files import write_bytes
 from lockstep.backends.base import Backend
 from lockstep.backends.graphs import RopeGraph, StateGraph
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
-from lockstep.errors import InputError
 from lockstep.step.advance import Executor
 from lockstep.step.network import Network
 from lockstep_gpu.attention.rope_tables import check_rope_tables
-from lockstep_gpu.describe import describe_gpu
 from lockstep_gpu.libraries import library_versions, require_nvrtc
 from lockstep_gpu.state_kernels import StateKernelSpec, check_state_graph
 
@@ -52,33 +50,6 @@ class GpuBackend(Backend):
         from lockstep_gpu.executor import GpuExecutor
 
         return GpuExecutor(networks, rows, max_seq_len, max_num_tokens, kv_bytes)
-
-
-class PortableGpuBackend(GpuBackend):
-    """A GPU backend whose engines are built without a GPU, for any of the kinds that `gpus` names."""
-
-    portable = True
-    gpus: str
-
-    def why_not(self) -> str | None:
-        """Return why engines cannot run here, None where they can."""
-        raise NotImplementedError  # each backend has its own
-
-    def require_gpu(self) -> None:
-        """Raise InputError where engines cannot run here."""
-        if reason := self.why_not():
-            raise InputError(f"backend {self.name}: {reason}; its engines can be built here, not run")
-
-    def describe_device(self) -> dict[str, Any]:
-        """Return what engines are for: no one device."""
-        return {"type": "gpu", "name": self.gpus}
-
-    def describe_hardware(self) -> dict[str, Any]:
-        """Return the description of the GPU here, which runs engines."""
-        return describe_gpu(f"backend {self.name}")
-
-    def device_key(self, device: Mapping[str, Any]) -> Any:
-        return {"name": device.get("name")}
 
 
 def check_state_mixers(assembly: Assembly, where: str) -> None:

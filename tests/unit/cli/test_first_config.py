@@ -129,7 +129,7 @@ def test_the_precision_follows_size_memory_and_packing(monkeypatch: pytest.Monke
     chosen = [first.choose(size, packing, memory) for size, packing in sizes]
     assert [choice.precision for choice in chosen] == ["fp32", "w8a16", "w4a16", "w4a16"]
     assert all(choice.precision in backends()[choice.backend].precisions for choice in chosen)
-    on_gpu = {"cuda": replace(backends()["cuda"], cannot_run=lambda options: None, device_memory=lambda: memory)}
+    on_gpu = {"cuda": replace(backends()["cuda"], cannot_run=lambda: None, device_memory=lambda: memory)}
     monkeypatch.setattr(first, "backends", lambda: {**backends(), **on_gpu})
     chosen = [first.choose(size, packing, 0) for size, packing in sizes]
     assert [choice.precision for choice in chosen] == ["fp16", "fp16", "w4a16", "w4a16"]

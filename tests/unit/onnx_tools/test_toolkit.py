@@ -50,7 +50,6 @@ ELSEWHERE = {
     "AddLora": "test_adapters.py",
     "ChosenExperts": "test_row_kernels.py",
     "CutRope": "test_rope.py",
-    "DequantizeProducts": "test_tensorrt_rtx.py",
     "DropCasts": "test_cuda.py",
     "ExpandWeights": "test_openvino.py",
     "ExpertProducts": "test_cuda.py",

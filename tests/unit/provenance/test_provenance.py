@@ -225,7 +225,7 @@ def test_a_model_of_the_hub_is_named_at_its_commit(results: Results) -> None:
     )
 
 
-@pytest.mark.parametrize("name, version", [("openvino", "2026.1"), ("openvino", "2026.2"), ("tensorrt_rtx", "1.3")])
+@pytest.mark.parametrize("name, version", [("openvino", "2026.1"), ("openvino", "2026.2"), ("tensorrt", "10.6.0")])
 def test_libraries_of_a_backend_are_dependencies_and_no_packages_of_the_key(name: str, version: str) -> None:
     backend = {"name": name, "version": version, "device": {}, "libraries": {"cublas": "13.1"}}
     key = BuildKey("build", NAMES, {"assembly": "ab"}, {}, {}, {"numpy": "2.0", "openvino": "2026.1"}, backend)

@@ -313,8 +313,8 @@ def test_each_file_names_the_libraries_of_its_stage(demo: Results, tmp_path: Pat
 
 
 def test_the_builder_of_an_engine_is_among_its_libraries() -> None:
-    key = SimpleNamespace(environment={"numpy": "2.0"}, backend={"name": "tensorrt_rtx", "version": "1.3"})
-    assert ("tensorrt_rtx", "1.3", "pkg:generic/tensorrt_rtx@1.3") in set(libraries(key))
+    key = SimpleNamespace(environment={"numpy": "2.0"}, backend={"name": "tensorrt", "version": "10.6"})
+    assert ("tensorrt", "10.6", "pkg:generic/tensorrt@10.6") in set(libraries(key))
 
 
 def test_a_library_of_another_version_has_no_digest() -> None:

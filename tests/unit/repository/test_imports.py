@@ -225,11 +225,11 @@ def test_a_checkout_that_is_not_installed_has_all_plug_ins() -> None:
     )
     command = [sys.executable, "-S", "-c", code, str(SOURCES)]  # without installed packages
     names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    assert names == ["cuda", "onnxruntime", "openvino", "tensorrt", "tensorrt_rtx", "open_server", "triton"]
+    assert names == ["cuda", "onnxruntime", "openvino", "tensorrt", "open_server", "triton"]
 
 
 def test_a_checkout_has_its_own_plug_ins_where_it_was_installed_with_others(tmp_path: Path) -> None:
-    """A module that moved is found without a new installation."""
+    """A module that moved is found without a new installation, and one that is gone is not looked for."""
     metadata = tmp_path / "lockstep_engines-0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Name: lockstep-engines\nVersion: 0\n")
@@ -241,4 +241,4 @@ def test_a_checkout_has_its_own_plug_ins_where_it_was_installed_with_others(tmp_
     )
     command = [sys.executable, "-S", "-c", code, str(SOURCES), str(tmp_path)]
     names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    assert names == ["other", "lockstep_serve.cli.serve", "lockstep_serve.triton.command"]
+    assert names == ["lockstep_serve.cli.serve", "lockstep_serve.triton.command"]

@@ -615,8 +615,8 @@ def config(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(("changes", "line"), [
     ({"tensor_parallel": 2},
         "models.demo-lora.adapters: expected none for a model that is split over 2 ranks; found 2"),
-    ({"backends": ["tensorrt_rtx"]},
-        "adapters: expected none for backend tensorrt_rtx; adapters run on cuda, onnxruntime, tensorrt; found 2"),
+    ({"backends": ["openvino"]},
+        "adapters: expected none for backend openvino; adapters run on cuda, onnxruntime, tensorrt; found 2"),
     ({"backends": ["cuda"], "precisions": ["w8a16"]},
         "adapters: expected none for backend cuda in w8a16; there they run in fp16, bf16; found 2"),
     ({"max_lora_rank": 12}, "models.demo-lora.max_lora_rank"),

@@ -496,8 +496,8 @@ def test_a_model_that_does_not_divide_is_refused(settings: dict[str, Any], messa
     ("tensor_parallel: 0", "expected at least 1; found 0"),
     ("tensor_parallel: 17", "expected at most 16; found 17"),
     ("tensor_parallel: two", "expected an integer; found 'two'"),
-    ("tensor_parallel: 2\n    backends: [onnxruntime, tensorrt_rtx]",
-        "expected 1 for backend tensorrt_rtx; several ranks"),
+    ("tensor_parallel: 2\n    backends: [onnxruntime, openvino]",
+        "expected 1 for backend openvino; several ranks"),
 ])  # fmt: skip
 def test_a_config_that_asks_for_what_cannot_be_is_refused(lines: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"

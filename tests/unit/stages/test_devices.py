@@ -41,8 +41,7 @@ def test_another_device_is_one_line_with_both_names_and_the_node() -> None:
 
 
 def test_engines_for_any_device_are_built_anywhere_and_run_on_their_own() -> None:
-    pytest.importorskip("tensorrt_rtx_bindings")
-    assert hardware("tensorrt_rtx", builds=True) is None
-    assert backend_identity(step("build", "tensorrt_rtx", "No such GPU"))["name"] == "tensorrt_rtx"
+    assert hardware("cuda", builds=True) is None
+    assert backend_identity(step("build", "cuda", "No such GPU"))["name"] == "cuda"
     with pytest.raises(InputError, match="expected 'No such GPU', the device mine of the config, found "):
-        backend_identity(step("golden", "tensorrt_rtx", "No such GPU"))
+        backend_identity(step("golden", "cuda", "No such GPU"))

@@ -166,9 +166,7 @@ def test_with_a_wide_residual_stream_it_passes(made, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "backend, version", [("tensorrt", "10.6.0"), ("tensorrt", "10.9.0"), ("tensorrt_rtx", "1.7.1.116"), ("cuda", "")]
-)
+@pytest.mark.parametrize("backend, version", [("tensorrt", "10.6.0"), ("tensorrt", "10.9.0"), ("cuda", "")])
 def test_gpu_backends_take_the_graphs(made, tmp_path, backend, version):
     """On the fake GPU: only the buffers and kernels of the stream differ."""
     assembly, weights, _ = paths(made, "wide")

@@ -258,14 +258,13 @@ LIMITS = {"max_batch_size": 4, "max_num_tokens": 64, "max_seq_len": 128}
 
 
 @pytest.mark.parametrize(
-    ("backend", "family", "precision", "tolerance"),
+    ("family", "precision", "tolerance"),
     [
-        ("tensorrt", "qwen3_5_text", "fp32", 1e-4),  # with traced attention
-        pytest.param("tensorrt", "lfm2", "fp16", 2e-2, marks=pytest.mark.long),
-        pytest.param("tensorrt_rtx", "qwen3_5_text", "fp32", 1e-4, marks=pytest.mark.long),
+        ("qwen3_5_text", "fp32", 1e-4),  # with traced attention
+        pytest.param("lfm2", "fp16", 2e-2, marks=pytest.mark.long),
     ],
 )
-def test_states_lie_beside_blocks_of_every_gpu_backend(shared, tmp_path, backend, family, precision, tolerance):
+def test_states_lie_beside_blocks_of_tensorrt(shared, tmp_path, family, precision, tolerance):
     """In the types that the blocks have: a prompt in chunks, then rows that decode, against ONNX Runtime."""
     results = Results(built_family(shared, family, precision) / "results")
     assembly = results.assembly("tiny", precision)
@@ -284,8 +283,8 @@ def test_states_lie_beside_blocks_of_every_gpu_backend(shared, tmp_path, backend
 
     on_host = build(assembly, "onnxruntime", tmp_path / "onnxruntime" / "engines.json")
     expected = logits(Model.open(on_host, assembly, weights, options=ModelOptions(max_seq_len=128)))
-    with fake_gpu.installed(name=backend, version="1.7.1.116" if backend == "tensorrt_rtx" else "10.6.0") as gpu:
-        model = Model.open(build(assembly, backend, tmp_path / backend / "engines.json", LIMITS), assembly, weights)
+    with fake_gpu.installed("10.6.0") as gpu:
+        model = Model.open(build(assembly, "tensorrt", tmp_path / "engines.json", LIMITS), assembly, weights)
         actual = logits(model)
         del model
         assert not gpu.faults

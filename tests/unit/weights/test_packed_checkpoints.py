@@ -495,8 +495,8 @@ def test_graphs_of_other_weights_are_refused(shared, tmp_path):
          "weights are quantised; found 'w8a16'"),
         ({"precisions": ["w4a16"], "group_size": 32}, "models.m.group_size: expected 16, or none: {path} says how "
          "weights are quantised; found 32"),
-        ({"precisions": ["w4a16"], "backends": ["onnxruntime", "tensorrt_rtx"]}, "models.m.backends: expected none of "
-         "tensorrt_rtx, which takes no zero points of the weights' own ({path}), with w4a16; found one"),
+        ({"precisions": ["w4a16"], "backends": ["onnxruntime", "cuda"]}, "models.m.backends: expected none of "
+         "cuda, which takes no zero points of the weights' own ({path}), with w4a16; found one"),
         ({"precisions": ["w4a16"], "backends": ["openvino"]}, "models.m.backends: expected none of openvino, which "
          "takes no zero points of the weights' own ({path}), with w4a16; found one"),
     ],

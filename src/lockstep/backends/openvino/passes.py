@@ -11,7 +11,6 @@ import onnx
 import onnx_ir as ir
 
 from lockstep.errors import CheckError
-from lockstep.onnx_tools.dequantized import IntegerWeight, embedding_of, factor_of
 from lockstep.onnx_tools.group_experts import GroupExperts
 from lockstep.onnx_tools.int8_products import Int8Products
 from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, add_input, run_passes
@@ -22,6 +21,35 @@ def rewrite(model: onnx.ModelProto, where: str) -> tuple[onnx.ModelProto, list[W
     """Return the graph for OpenVINO, and its quantised weights. where: the file, for messages."""
     expand = ExpandWeights(where)
     return run_passes(model, GroupExperts(), Int8Products(), expand, PlainProducts()), expand.weights
+
+
+@dataclass(frozen=True)
+class IntegerWeight:
+    """A quantised weight [rows, columns] of two inputs."""
+
+    data: ir.Value
+    scales: ir.Value
+    rows: int
+    columns: int
+    group_size: int
+    bits: int
+
+
+def embedding_of(node: ir.Node) -> IntegerWeight | None:
+    """Return the weight that a `GatherBlockQuantized` reads; None for another operator, and for experts."""
+    if node.op_type != "GatherBlockQuantized" or not required(node.inputs[0]).is_graph_input():
+        return None
+    data, _, scales = map(required, node.inputs)
+    rows, groups, _ = sizes_of(data)
+    size = attribute(node, "block_size")
+    stored = required(required(scales.producer()).inputs[0])
+    return IntegerWeight(data, stored, rows, groups * size, size, attribute(node, "bits"))
+
+
+def factor_of(node: ir.Node) -> IntegerWeight:
+    """Return the weight of a `MatMulNBits` without zero points."""
+    rows, columns, size, bits = (attribute(node, name) for name in ("N", "K", "block_size", "bits"))
+    return IntegerWeight(required(node.inputs[1]), required(node.inputs[2]), rows, columns, size, bits)
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,8 @@ from lockstep.step.activations import with_activations
 from lockstep.targets import Limits
 from lockstep_gpu.attention.variants import why_not_fused
 from lockstep_gpu.backends.cuda.gpu import MODEL_SETTINGS, PRECISIONS, why_not
-from lockstep_gpu.backends.gpu_backend import (
-    PortableGpuBackend,
-    build_host_graph,
-    check_state_mixers,
-    with_fused_attention,
-)
+from lockstep_gpu.backends.gpu_backend import GpuBackend, build_host_graph, check_state_mixers, with_fused_attention
+from lockstep_gpu.describe import describe_gpu
 from lockstep_gpu.libraries import require_cublas, require_cudnn, require_nvrtc
 
 _KERNELS = ".kernels"
@@ -40,11 +36,11 @@ _GRAPH = ".onnx"
 REVISION = 3  # of the kernels and of what runs them: engines are for exactly this one
 
 
-class CudaBackend(PortableGpuBackend):
+class CudaBackend(GpuBackend):
     """Kernels of our own and cuBLAS: activations in floating point, quantised weights, which products dequantise."""
 
     name = "cuda"
-    gpus = "NVIDIA GPUs of compute capability 8.0 and higher"
+    portable = True
     suffixes = (_KERNELS, _GRAPH)
     revision = REVISION
     precisions = PRECISIONS
@@ -66,8 +62,16 @@ class CudaBackend(PortableGpuBackend):
             return False
         return assembly.quantization is None or assembly.activations is not None
 
-    def why_not(self) -> str | None:
-        return why_not()
+    def describe_device(self) -> dict[str, Any]:
+        """Return what engines are for: no one device."""
+        return {"type": "gpu", "name": "NVIDIA GPUs of compute capability 8.0 and higher"}
+
+    def describe_hardware(self) -> dict[str, Any]:
+        """Return the description of the GPU here, which runs engines."""
+        return describe_gpu(f"backend {self.name}")
+
+    def device_key(self, device: Mapping[str, Any]) -> Any:
+        return {"name": device.get("name")}
 
     def default_options(self) -> dict[str, Any]:
         """Return the build options as they are recorded: the limits that engines are opened with."""
@@ -136,7 +140,8 @@ class CudaBackend(PortableGpuBackend):
     def require(self) -> None:
         """Raise InputError where engines cannot run here, or a library is missing; checked once."""
         if not self._is_required:
-            self.require_gpu()
+            if reason := why_not():
+                raise InputError(f"backend {self.name}: {reason}; its engines can be built here, not run")
             for require in (require_nvrtc, require_cublas, require_cudnn):
                 require()
             self._is_required = True

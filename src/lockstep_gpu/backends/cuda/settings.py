@@ -17,6 +17,6 @@ SETTINGS = BackendSettings(
     model_settings=MODEL_SETTINGS,
     gpus=1,
     unpinned=("cuda", "cudnn"),
-    cannot_run=lambda options: why_not(),
+    cannot_run=why_not,
     device_memory=total_memory,
 )

@@ -56,14 +56,7 @@ class Log:
 
 
 class Library:
-    """TensorRT, imported at the first use, as one Python package offers it; `log` holds its messages."""
-
-    name = "TensorRT"
-    backend = "tensorrt"
-    module = "tensorrt"
-    needs_gpu_to_build = True
-    supported = "TensorRT 10.3 to 11.x"
-    remedy = "pip install tensorrt-cu12, or see docs/tensorrt.md"
+    """TensorRT, imported at the first use; `log` holds its messages."""
 
     def __init__(self) -> None:
         self.log = Log()
@@ -74,33 +67,29 @@ class Library:
     def api(self) -> Any:
         """Return the library's Python module. Raises InputError where this Python cannot load it."""
         try:
-            return importlib.import_module(self.module)
+            return importlib.import_module("tensorrt")
         except ModuleNotFoundError as error:
-            if error.name != self.module:
+            if error.name != "tensorrt":
                 raise
             why_not = "is not installed for this Python"
         except (ImportError, OSError) as error:  # its libraries, or those that they link, are not found
             why_not = f"cannot be loaded: {' '.join(str(error).split())}"
-        raise InputError(f"backend {self.backend}: the Python package {self.package} {why_not}; {self.remedy}")
-
-    @property
-    def package(self) -> str:
-        return self.module
+        raise InputError(
+            f"backend tensorrt: the Python package tensorrt {why_not}; pip install tensorrt-cu12, or see "
+            "docs/tensorrt.md"
+        )
 
     def require(self) -> None:
         """Raise InputError where there is no supported version that this Python can load."""
-        if not self.is_supported():
-            raise InputError(f"backend {self.backend}: expected {self.supported}, found {self.version_text()}")
-
-    def is_supported(self) -> bool:
-        return (10, 3) <= self.version() < (12, 0)
+        if not (10, 3) <= self.version() < (12, 0):
+            raise InputError(f"backend tensorrt: expected TensorRT 10.3 to 11.x, found {self.version_text()}")
 
     def version_text(self) -> str:
         return self.api.__version__
 
     @property
     def title(self) -> str:
-        return f"{self.name} {self.version_text()}"
+        return f"TensorRT {self.version_text()}"
 
     def version(self) -> Version:
         major, minor = self.version_text().split(".")[:2]
@@ -141,8 +130,8 @@ class Library:
         Raises InputError without a GPU, for which the driver is asked first: TensorRT 10.6 ends the process there.
         """
         self.log.clear()
-        needed = f"backend {self.backend}: {self.title} cannot start here: expected an NVIDIA GPU and its driver, found"
-        if self.needs_gpu_to_build and compute_capability() is None:
+        needed = f"backend tensorrt: {self.title} cannot start here: expected an NVIDIA GPU and its driver, found"
+        if compute_capability() is None:
             raise InputError(f"{needed} none")
         try:
             return self.api.Builder(self.logger())
@@ -191,52 +180,14 @@ class Library:
         builder: trt.Builder,
         config: trt.IBuilderConfig,
         shapes: Mapping[str, tuple[Sequence[int], Sequence[int], Sequence[int]]],
-    ) -> trt.IOptimizationProfile:
-        """Add an optimization profile, {input: (min, opt, max)}, and return it. Raises CheckError if refused."""
+    ) -> None:
+        """Add an optimization profile, {input: (min, opt, max)}. Raises CheckError if refused."""
         self.log.clear()
         profile: trt.IOptimizationProfile = builder.create_optimization_profile()
         for name, (low, best, high) in shapes.items():
             profile.set_shape(name, tuple(low), tuple(best), tuple(high))
         if config.add_optimization_profile(profile) < 0:
             raise CheckError(f"{self.title} refuses the optimization profile {dict(shapes)}: {self.log.first_error()}")
-        return profile
-
-    def network_types(self, network: trt.INetworkDefinition) -> dict[str, str]:
-        """Return {tensor: dtype} of all that a strongly typed network reads and computes."""
-        dtypes = self._dtypes()
-        types: dict[str, str] = {}
-        for number in range(network.num_inputs):
-            value: trt.ITensor = network.get_input(number)
-            types[value.name] = dtypes[value.dtype]
-        for number in range(network.num_layers):
-            layer: trt.ILayer = network.get_layer(number)
-            for i in range(layer.num_outputs):
-                output: trt.ITensor = layer.get_output(i)
-                types[output.name] = dtypes[output.dtype]
-        return types
-
-    def network_tensors(
-        self, network: trt.INetworkDefinition, profiles: Sequence[trt.IOptimizationProfile]
-    ) -> list[Tensor]:
-        """Return `tensors` of the engine that will be built of a network."""
-        dtypes = self._dtypes()
-        tensors: list[Tensor] = []
-        for i in range(network.num_inputs):
-            value: trt.ITensor = network.get_input(i)
-            shape = tuple(value.shape)
-            name = value.name
-            bounds: list[tuple[tuple[int, ...], ...]] = []
-            for number in range(len(profiles)):
-                profile: trt.IOptimizationProfile = profiles[number]
-                if -1 in shape:
-                    bounds.append(tuple(map(tuple, profile.get_shape(name))))
-                else:
-                    bounds.append((shape, shape, shape))
-            tensors.append(Tensor(name, True, named_dtype(dtypes[value.dtype]), shape, tuple(bounds)))
-        for number in range(network.num_outputs):
-            output: trt.ITensor = network.get_output(number)
-            tensors.append(Tensor(output.name, False, named_dtype(dtypes[output.dtype]), tuple(output.shape), ()))
-        return tensors
 
     def create_timing_cache(self, config: trt.IBuilderConfig, data: bytes) -> trt.ITimingCache | None:
         """Return a timing cache, empty or of serialized bytes, for several configurations; None if refused."""
@@ -319,11 +270,8 @@ class Library:
             tensors.append(Tensor(name, is_input, dtype, shape, tuple(bounds)))
         return tensors
 
-    def create_context(self, engine: trt.ICudaEngine, where: str, fixed_shapes: bool) -> trt.IExecutionContext:
-        """Return a context without scratch memory: `set_device_memory` before it runs.
-
-        fixed_shapes: its shapes will not change once they are set. Raises CheckError where TensorRT creates none.
-        """
+    def create_context(self, engine: trt.ICudaEngine, where: str) -> trt.IExecutionContext:
+        """Return a context without scratch memory: `set_device_memory` before it runs. Raises CheckError."""
         self.log.clear()
         context = engine.create_execution_context(self.api.ExecutionContextAllocationStrategy.USER_MANAGED)
         if context is None:

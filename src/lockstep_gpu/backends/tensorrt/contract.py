@@ -10,7 +10,6 @@ from lockstep.backends.profiles import Profile
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.signature import dtype_name
 from lockstep.onnx_tools.types import typed_values
-from lockstep_gpu.backends.tensorrt.compat import GraphRefusedError
 from lockstep_gpu.tensor import Tensor
 
 
@@ -76,13 +75,3 @@ def _bounds(shapes: Sequence[Sequence[int]]) -> str:
 def tensor_types(model: onnx.ModelProto) -> Mapping[str, str]:
     """Return {tensor: dtype} of all tensors, constants too, that ONNX's shape inference knows."""
     return {name: dtype_name(element) for name, (element, _) in typed_values(model).items()}
-
-
-def check_types(actual: Mapping[str, str], types: Mapping[str, str], where: str) -> None:
-    """Raise GraphRefusedError for a tensor of another dtype than in the graph; the parser may add others."""
-    wrong = [name for name in actual if name in types and actual[name] != types[name]]
-    if wrong:
-        raise GraphRefusedError(
-            f"{where}: tensor {wrong[0]}: expected {types[wrong[0]]} as in the graph, found {actual[wrong[0]]}; the "
-            f"engine would not be of this precision"
-        )

@@ -22,16 +22,6 @@ from lockstep_gpu.device import Device
 from lockstep_gpu.program import Arrays, Bound, GpuExecutable, GpuProgram, Shapes
 from lockstep_gpu.weights import DeviceWeights, Uploads
 
-# {dtype of an input of weights: mask that is XORed with the bytes that MatMulNBits reads}
-SIGN = {"int4": 0x88, "int8": 0x80}
-
-
-def sign_of(dtype: str, stored: str) -> int:
-    """Return the XOR mask that turns integers stored as `stored` into an input of `dtype`."""
-    if stored != "uint8":
-        return 0
-    return SIGN.get(dtype, 0)
-
 
 @dataclass(eq=False, slots=True)
 class Context:
@@ -106,10 +96,9 @@ class TensorRTProgram(GpuProgram):
         rows: dict[str, cuda.Array] = {}
         for slot, names in slots.items():
             shape, dtype = self.slots[slot]
-            sign = sign_of(self.tensors[slot].dtype.name, dtype.name)
             inputs = rows_of(slot)
             where = f"{self.path}: slot {slot}"
-            array = arrays[slot] = store.put(weights, names, shape, dtype, where, sign, room=bool(inputs))
+            array = arrays[slot] = store.put(weights, names, shape, dtype, where, room=bool(inputs))
             if inputs:  # the slot's last rows are those of adapters, as many for each input
                 first = sum(len(weights[name]) for name in names)
                 count = (array.shape[0] - first) // len(inputs)
@@ -141,7 +130,7 @@ class TensorRTProgram(GpuProgram):
 
     def new_context(self, profile: int, exclusive: bool) -> Context:
         """Return a new context of a profile; exclusive: its shapes will not change."""
-        native = self.library.create_context(self.engine, str(self.path), fixed_shapes=exclusive)
+        native = self.library.create_context(self.engine, str(self.path))
         scratch = self._scratch.memory
         self.library.set_device_memory(native, scratch.address, scratch.nbytes)
         self.library.set_profile(native, profile, self.device.stream.handle)

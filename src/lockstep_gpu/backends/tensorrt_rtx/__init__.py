@@ -1,1 +1,0 @@
-"""The TensorRT-RTX backend, for NVIDIA RTX GPUs; builds on any x86-64. Only `library` imports the package."""
