@@ -33,7 +33,6 @@ ELSEWHERE = {
     "smollm2/": "what `make real` makes",
     "config device=": "GPUs: tests/workflow/test_two_devices.py",
     "config/openvino.yaml": "a CPU with bf16 instructions: `make demo` has these targets",
-    "--rebuilders": "two rebuilders' keys: tests/unit/publish/test_publish.py",
 }
 MY_MODEL = """\
 models:
@@ -49,7 +48,6 @@ BEFORE = {"locking.md": ["lockstep run my.yaml"]}
 WORDS = {
     "/models/my-llama": "models/my-llama",
     "/srv/adapters": "resources/demo-adapters",
-    "rebuilder.key": "signer.key",
     "TARGET": "demo-llama/fp16/2",
     "--rounds 3": "--rounds 1",  # of the same
 }

@@ -153,24 +153,3 @@ def test_from_the_wheel_to_a_server_elsewhere(publisher: Stranger, tmp_path: Pat
     signature.write_text(signed)
     assert "signed by key" in two("verify", "demo.tar", "--signature", "--key", "signer.pub")
     assert two.serves("demo.tar").startswith(" hilly city")
-
-
-def test_two_rebuilders_agree_byte_for_byte(publisher: Stranger, tmp_path: Path) -> None:
-    """Two who have the checkpoint, the config and the lock build the target, and sign what came out."""
-    other = Stranger(publisher.program, tmp_path / "other")
-    command = ("reproduce", "demo-llama/fp32", "--config", "demo-llama.yaml", "--against", LOCK, "--sign")
-    for name in ("demo-llama", "locks"):
-        shutil.copytree(publisher.folder / name, other.folder / name)
-    shutil.copy2(publisher.folder / "demo-llama.yaml", other.folder)
-    make_keys(other.folder / "other")
-    shutil.copy2(other.folder / "other.pub", publisher.folder)
-    verify_command = ("verify", "demo-llama", "--rebuilders", "2", "--key", "signer.pub", "--key", "other.pub")
-
-    publisher(*command, "signer.key")
-    assert "expected 2 rebuilders that agree byte for byte, found 1" in publisher(*verify_command, code=1)
-    statement = other.folder / other(*command, "other.key").splitlines()[-1]
-    place = publisher.folder / statement.relative_to(other.folder)
-    shutil.copy2(statement, place)
-    publisher(*verify_command)
-    change_payload(place)
-    assert f"{place.relative_to(publisher.folder)}: expected a signature" in publisher(*verify_command, code=1)

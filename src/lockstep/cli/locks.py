@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from lockstep.cli.opened import BUNDLE_SUFFIX, check_was_run
-from lockstep.cli.options import AT_LEAST_1, FILE, JSON, LOCKS, RESULTS
+from lockstep.cli.options import FILE, JSON, LOCKS, RESULTS
 from lockstep.cli.terminal import echo_json, file_json, working
 from lockstep.errors import CheckError, InputError
 from lockstep.targets import Results
@@ -70,11 +70,6 @@ def lock(models: tuple[str, ...], accept: bool, as_json: bool, locks: Path, resu
     help="A public key that may have signed. May be given several times.",
 )
 @click.option("--identity", nargs=2, metavar="ADDRESS ISSUER", help="Who signed without a key.")
-@click.option(
-    "--rebuilders",
-    type=AT_LEAST_1,
-    help="Require this many signed statements, by --key, of others who made the same bytes.",
-)
 @JSON
 @LOCKS
 @RESULTS
@@ -85,7 +80,6 @@ def verify(
     signature: bool,
     keys: tuple[Path, ...],
     identity: tuple[str, str] | None,
-    rebuilders: int | None,
     as_json: bool,
     locks: Path,
     results: Path,
@@ -108,8 +102,6 @@ def verify(
         return _verify_bundles(bundles, signature, keys, identity, as_json)
     if signature:
         raise InputError("--signature: expected a bundle, found none; name one that ends with .tar")
-    if rebuilders is not None and not keys:
-        raise InputError("--rebuilders: expected the public keys of rebuilders, found none; name each by --key")
     from lockstep.provenance.verify import SAME
     from lockstep.provenance.verify import verify as check
 
@@ -146,10 +138,6 @@ def verify(
             f"{len(wrong)} of {len(findings)} artefacts are not as recorded: "
             f"{wrong[0].name}{' and others' * (len(wrong) > 1)}"
         )
-    if rebuilders is not None:
-        _verify_rebuilds(
-            [path for model, path in locks_by_model.items() if not models or model in models], keys, rebuilders
-        )
 
 
 def _verify_bundles(
@@ -177,12 +165,3 @@ def _verify_bundles(
             click.echo(line)
     if as_json:
         echo_json({"bundles": checked})
-
-
-def _verify_rebuilds(locks: list[Path], keys: tuple[Path, ...], at_least: int) -> None:
-    from lockstep.publish.rebuilds import agreements
-
-    for lock in locks:
-        for agreement in agreements(lock, keys, at_least):
-            signers = ", ".join(key[:12] for key in agreement.keys)
-            click.echo(f"{agreement.target}: {len(agreement.keys)} rebuilders agree byte for byte: {signers}", err=True)

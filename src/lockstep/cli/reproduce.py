@@ -82,12 +82,6 @@ def explain(target: str, as_json: bool, config_file: Path | None, results: Path)
     type=FILE,
     help="Build it once, and compare with this lock, which may be another machine's. Results need not be there.",
 )
-@click.option(
-    "--sign",
-    metavar="KEY",
-    type=FILE,
-    help="With --against, where all is the same: write a statement next to the lock, signed with this private key.",
-)
 @CONFIG
 @JSON
 @RESULTS
@@ -97,7 +91,6 @@ def reproduce(
     vary: bool,
     tokens_only: bool,
     against: Path | None,
-    sign: Path | None,
     config_file: Path | None,
     as_json: bool,
     results: Path,
@@ -107,9 +100,7 @@ def reproduce(
     Exit code 0 if all is the same, else 1.
     """
     if against is not None:
-        return _compare_with_lock(target, against, sign, config_file, as_json, results)
-    if sign is not None:
-        raise InputError("--sign: expected it with --against LOCK, whose rebuild it states, found it alone")
+        return _compare_with_lock(target, against, config_file, as_json, results)
     from lockstep.provenance.reproduce import reproduce as again
 
     tree = Results(results)
@@ -135,16 +126,10 @@ def _echo_artefact(status: str, place: str, difference: str | None) -> None:
         click.echo(f"{status:<11} {place}")
 
 
-def _compare_with_lock(
-    text: str, lock: Path, sign: Path | None, config_file: Path | None, as_json: bool, results: Path
-) -> None:
+def _compare_with_lock(text: str, lock: Path, config_file: Path | None, as_json: bool, results: Path) -> None:
     from lockstep.artifacts.fetched import folder_of
     from lockstep.provenance.lock import Lock
     from lockstep.provenance.reproduce import rebuild
-    from lockstep.publish import dsse, rebuilds
-
-    if sign is not None:
-        dsse.private_key(sign)  # before minutes of work
 
     tree = Results(results)
     project = _Project.open(text, config_file, tree)
@@ -169,5 +154,3 @@ def _compare_with_lock(
         raise CheckError(
             f"{target}: {len(wrong)} of {len(rebuilt)} artefacts are not as in {lock}; the first: {wrong[0].differs}"
         )
-    if sign is not None:
-        click.echo(rebuilds.write(lock, target, rebuilt, sign), err=as_json)

@@ -30,8 +30,7 @@ from lockstep.bundle.pack import pack
 from lockstep.cli.main import main
 from lockstep.errors import CheckError, InputError, LockstepError
 from lockstep.provenance.lock import Lock
-from lockstep.provenance.reproduce import LockComparison
-from lockstep.publish import artifact, rebuilds, sbom, signature
+from lockstep.publish import artifact, sbom, signature
 from lockstep.publish.registry import Reference
 from lockstep.targets import Results, Target
 
@@ -249,33 +248,6 @@ def test_a_lock_names_the_manifest(results: Results, signed: Path, server: regis
     assert "expected the engines of" in refused(lambda: artifact.note_in_lock(lock, signed, pushed))
 
 
-def test_rebuilders_agree_byte_for_byte(results: Results, signed: Path, keys: Callable, tmp_path: Path) -> None:
-    lock = lock_of(results, tmp_path / "demo-llama.lock.json", signed)
-    (first_key, one_public), (two, two_public) = keys("one"), keys("two")
-    trusted = [one_public, two_public]
-    ((where, items),) = (item for item in Lock.load(lock).entries.items() if item[0].startswith("engines/"))
-    comparisons = [LockComparison(where, True, None, items)]
-    assert "expected 1 rebuilders that agree byte for byte, found 0" in refused(
-        lambda: rebuilds.agreements(lock, trusted, 1)
-    )
-    rebuilds.write(lock, TARGET, comparisons, first_key)
-    rebuilds.write(lock, TARGET, comparisons, first_key)
-    assert "found 1 in" in refused(lambda: rebuilds.agreements(lock, trusted, 2)), "one rebuilder twice is one"
-    name = sorted(items)[0]
-    path = rebuilds.write(lock, TARGET, [replace(comparisons[0], items={**items, name: "0" * 64})], two)
-    line = refused(lambda: rebuilds.agreements(lock, trusted, 2))
-    assert f"another result: {path}: {where}/{name}" in line
-    rebuilds.write(lock, TARGET, comparisons, two)
-    (agreement,) = rebuilds.agreements(lock, trusted, 2)
-    assert len(agreement.keys) == 2 and agreement.target == str(TARGET)
-    assert f"{path}: expected a signature by" in refused(lambda: rebuilds.agreements(lock, [one_public], 1))
-    envelope = json.loads(path.read_bytes())
-    for entry in envelope["signatures"]:
-        del entry["keyid"]  # a hint, which tools may leave out
-    path.write_text(json.dumps(envelope))
-    assert len(rebuilds.agreements(lock, trusted, 2)[0].keys) == 2
-
-
 def bill_of(results: Results, target: Target) -> dict[str, Any]:
     text = sbom.bill(results, target)
     assert JsonStrictValidator(SchemaVersion.V1_7).validate_str(text) is None
@@ -352,6 +324,5 @@ def test_what_is_asked_of_verify_must_fit(signed: Path, keys: Callable) -> None:
     assert "expected them with --signature" in said(str(signed), "--key", public)
     assert "expected who may have signed" in said(str(signed), "--signature")
     assert "expected a bundle, found none" in said("--signature", "--key", public)
-    assert "expected the public keys of rebuilders" in said("--rebuilders", "2")
     assert "expected models or bundles, found both" in said(str(signed), "demo-llama")
     assert "signed by key" in CliRunner().invoke(main, ["verify", str(signed), "--signature", "--key", public]).output
