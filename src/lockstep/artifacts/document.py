@@ -10,8 +10,8 @@ JSON values of X (other than null), such as a list's length; `Mapping[Annotated[
 keys. A field that equals its default is not written, and may be absent; `Annotated[X, Mark]` changes that, and
 `Annotated[X, Key(name)]` its name in the file. Unknown entries are ignored: a newer writer may add some.
 
-How: `reader(type)` builds, once for each type, a function from JSON to a value; `_writer(type)` one from a value to
-JSON. Both recurse over the type, not over the data, so reading a document does no reflection.
+How: `reader(type)` builds, once for each type, a function from JSON to a value. It recurses over the type, not over the
+data, so reading a document does no reflection.
 """
 
 from __future__ import annotations
@@ -32,12 +32,10 @@ from lockstep.artifacts.files import manifest_bytes, read_json, write_bytes
 from lockstep.errors import InputError, truncate
 
 _WORDS = {str: "a text", int: "an integer", float: "a finite number", bool: "true or false", type(None): "null"}
-_SCALARS = tuple(_WORDS)
 _UNIONS = (Union, types.UnionType)
 _LARGEST_FLOAT = 2**1023  # of an integer that is read as a float: a larger one overflows when it is computed with
 _DEEPEST = 50  # nested lists and objects; locks and statements have 6
 Read = Callable[[Any], Any]  # a value of JSON -> the value of a field
-Write = Callable[[Any], Any]  # and back
 AnyNote = TypeVar("AnyNote")
 AnyObject = TypeVar("AnyObject", bound="JsonObject")
 AnyDocument = TypeVar("AnyDocument", bound="Document")
@@ -129,7 +127,7 @@ class JsonObject:
         return cast(AnyObject, reader(cast(Any, cls))(value))
 
     def to_json(self) -> dict[str, Any]:
-        return cast("dict[str, Any]", _writer(cast(Any, type(self)))(self))
+        return _object_json(self)
 
     def validate(self, stored: Mapping[str, Any]) -> None:
         """Raise ValidationError where entries contradict each other. stored: the JSON that this is of."""
@@ -420,67 +418,29 @@ def _is_spread(entry: _Entry) -> bool:
     return entry.mark in (Mark.INLINED, Mark.OTHERS)
 
 
-@functools.cache
-def _writer(kind: Any) -> Write:
-    """Return the function that takes a value of type `kind` and returns its JSON."""
-    kind = _plain(kind)
-    origin = get_origin(kind)
-    arguments = get_args(kind)
-    if _is_json(kind):
-        return lambda value: value
-    if dataclasses.is_dataclass(kind):
-        return _object_writer(cast(type, kind))
-    if origin in _UNIONS:
-        return _union_writer(arguments)
-    if origin is tuple and arguments[-1] is not Ellipsis:
-        row = tuple(map(_writer, arguments))
-        return lambda value: [write_item(item) for write_item, item in zip(row, value)]
-    if origin is tuple:
-        arguments = arguments[:1]
-    write_item = _writer(arguments[-1])
-    if origin is Mapping:
-        return lambda value: {key: write_item(item) for key, item in value.items()}
-    return lambda value: [write_item(item) for item in value]
+def _json(value: Any) -> Any:
+    """Return the JSON of a field's value."""
+    if isinstance(value, (str, int, float)):
+        return value
+    if dataclasses.is_dataclass(value):
+        return _object_json(value)
+    if isinstance(value, Mapping):
+        return {key: _json(item) for key, item in value.items()}
+    if isinstance(value, Sequence):
+        return [_json(item) for item in value]
+    return value
 
 
-def _union_writer(kinds: tuple[Any, ...]) -> Write:
-    """Return the writer of a union, of which only one type may be a list or an object: no other type is needed yet."""
-    (write,) = (_writer(kind) for kind in kinds if not _is_json(kind))
-
-    def write_union(value: Any) -> Any:
-        if isinstance(value, _SCALARS):
-            return value
-        return write(value)
-
-    return write_union
-
-
-def _is_json(kind: Any) -> bool:
-    kind = _plain(kind)
-    if get_origin(kind) in _UNIONS:
-        return all(map(_is_json, get_args(kind)))
-    return kind is Any or kind in _SCALARS or get_origin(kind) is Literal
-
-
-def _object_writer(kind: type) -> Write:
-    entries = _entries(kind)
-    plain = [(entry.name, entry.key, entry.default, _writer(entry.kind)) for entry in entries if not _is_spread(entry)]
-    inner = [(entry.name, _writer(entry.kind)) for entry in entries if entry.mark is Mark.INLINED]
-    other_names = [entry.name for entry in entries if entry.mark is Mark.OTHERS]
-    computed = tuple(getattr(kind, "COMPUTED", {}).items())
-
-    def write(value: Any) -> dict[str, Any]:
-        document: dict[str, Any] = {}
-        for name in other_names:
-            document.update(getattr(value, name))
-        for name, write_item in inner:
-            document.update(write_item(getattr(value, name)))
-        for name, key, default, write_item in plain:
-            item = getattr(value, name)
-            if default is MISSING or item != default:
-                document[key] = write_item(item)
-        for key, name in computed:
-            document[key] = getattr(value, name)
-        return document
-
-    return write
+def _object_json(value: Any) -> dict[str, Any]:
+    document: dict[str, Any] = {}
+    for entry in _entries(type(value)):
+        item = getattr(value, entry.name)
+        if entry.mark is Mark.OTHERS:
+            document.update(item)
+        elif entry.mark is Mark.INLINED:
+            document.update(_object_json(item))
+        elif entry.default is MISSING or item != entry.default:
+            document[entry.key] = _json(item)
+    for key, name in getattr(value, "COMPUTED", {}).items():
+        document[key] = getattr(value, name)
+    return document
