@@ -433,7 +433,7 @@ def _json(value: Any) -> Any:
 
 def _object_json(value: Any) -> dict[str, Any]:
     document: dict[str, Any] = {}
-    for entry in _entries(type(value)):
+    for entry in _entries(cast(Any, type(value))):
         item = getattr(value, entry.name)
         if entry.mark is Mark.OTHERS:
             document.update(item)

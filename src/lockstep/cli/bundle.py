@@ -18,18 +18,9 @@ from lockstep.targets import Results
 @click.option("--weights", is_flag=True, help="Pack the weights too.")
 @click.option("--out", type=FILE, help="The file to write.  [default: MODEL-PRECISION-LAYERS-BACKEND.tar]")
 @click.option("--sign-key", metavar="KEY", type=FILE, help="Sign it with this private key.")
-@click.option("--sign-keyless", is_flag=True, help="Sign it by your identity, with Sigstore's services.")
 @JSON
 @RESULTS
-def bundle(
-    target: str,
-    weights: bool,
-    out: Path | None,
-    sign_key: Path | None,
-    sign_keyless: bool,
-    as_json: bool,
-    results: Path,
-) -> None:
+def bundle(target: str, weights: bool, out: Path | None, sign_key: Path | None, as_json: bool, results: Path) -> None:
     """Pack a target into one file.
 
     It runs where its backend is installed.
@@ -52,8 +43,6 @@ def bundle(
     signed: list[Path] = []
     if sign_key is not None:
         signed = signature.sign(path, sign_key)
-    elif sign_keyless:
-        signed = signature.sign_keyless(path)
     if as_json:
         value = {"target": str(chosen), "weights": weights, **file_json(path)}
         if signed:

@@ -60,7 +60,7 @@ def lock(models: tuple[str, ...], accept: bool, as_json: bool, locks: Path, resu
     "--deep", is_flag=True, help="Hash large files too that have the size and times of when they were hashed last."
 )
 @click.option("-v", "--verbose", is_flag=True, help="List also artefacts that are the same.")
-@click.option("--signature", is_flag=True, help="Of bundles: who signed them, by --key or by --identity.")
+@click.option("--signature", is_flag=True, help="Of bundles: who signed them, by --key.")
 @click.option(
     "--key",
     "keys",
@@ -69,7 +69,6 @@ def lock(models: tuple[str, ...], accept: bool, as_json: bool, locks: Path, resu
     type=FILE,
     help="A public key that may have signed. May be given several times.",
 )
-@click.option("--identity", nargs=2, metavar="ADDRESS ISSUER", help="Who signed without a key.")
 @JSON
 @LOCKS
 @RESULTS
@@ -79,7 +78,6 @@ def verify(
     verbose: bool,
     signature: bool,
     keys: tuple[Path, ...],
-    identity: tuple[str, str] | None,
     as_json: bool,
     locks: Path,
     results: Path,
@@ -99,7 +97,7 @@ def verify(
     if bundles := [Path(model) for model in models if model.endswith(BUNDLE_SUFFIX)]:
         if len(bundles) < len(models):
             raise InputError("verify: expected models or bundles, found both; run it for each")
-        return _verify_bundles(bundles, signature, keys, identity, as_json)
+        return _verify_bundles(bundles, signature, keys, as_json)
     if signature:
         raise InputError("--signature: expected a bundle, found none; name one that ends with .tar")
     from lockstep.provenance.verify import SAME
@@ -140,15 +138,13 @@ def verify(
         )
 
 
-def _verify_bundles(
-    bundles: list[Path], signature: bool, keys: tuple[Path, ...], identity: tuple[str, str] | None, as_json: bool
-) -> None:
-    from lockstep.publish.signature import Identity, check_contents
+def _verify_bundles(bundles: list[Path], signature: bool, keys: tuple[Path, ...], as_json: bool) -> None:
+    from lockstep.publish.signature import check_contents
     from lockstep.publish.signature import verify as check
 
-    if not signature and (keys or identity):
-        raise InputError("--key, --identity: expected them with --signature, found none; add it")
-    if signature and not keys and not identity:
+    if keys and not signature:
+        raise InputError("--key: expected it with --signature, found none; add it")
+    if signature and not keys:
         raise InputError("--signature: expected who may have signed, found none; name a public key by --key")
     checked = []
     for bundle in bundles:
@@ -156,7 +152,7 @@ def _verify_bundles(
         line = f"{bundle}: as it was packed"
         with working(f"verify {bundle}"):
             if signature:
-                entry["signer"] = check(bundle, keys, Identity(*identity) if identity else None)
+                entry["signer"] = check(bundle, keys)
                 line += f", signed by {entry['signer']}"
             else:
                 check_contents(bundle)

@@ -1,16 +1,14 @@
 """Signatures of bundles, by OpenSSF Model Signing (https://github.com/sigstore/model-transparency).
 
-`BUNDLE.sig` is a bundle's signature, which `model_signing verify` reads too. `BUNDLE.statement.json` is the
-statement of its engines, signed.
+`BUNDLE.sig` is a bundle's signature by a key, which `model_signing verify key` reads too. `BUNDLE.statement.json` is
+the statement of its engines, signed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import tarfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -20,14 +18,6 @@ from lockstep.errors import CheckError, InputError
 from lockstep.publish import dsse
 
 _STATEMENT = "engines/engines.statement.json"
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Who signed without a key: the address that an OpenID issuer vouched for."""
-
-    address: str
-    issuer: str
 
 
 def signature_path(bundle: Path) -> Path:
@@ -47,30 +37,6 @@ def sign(bundle: Path, key: Path) -> list[Path]:
     return [signature_path(bundle), dsse.write_envelope(envelope_path(bundle), check_contents(bundle), key)]
 
 
-def sign_keyless(bundle: Path) -> list[Path]:
-    """Sign a bundle by the identity that an OpenID issuer vouches for (Sigstore), which needs the network."""
-    from model_signing.signing import Config
-
-    check_contents(bundle)
-    with _needs_network("sign with --sign-key KEY"):
-        Config().use_sigstore_signer(use_ambient_credentials=True).sign(bundle, signature_path(bundle))
-    return [signature_path(bundle)]
-
-
-@contextlib.contextmanager
-def _needs_network(otherwise: str) -> Iterator[None]:
-    try:
-        yield
-    except (ImportError, KeyboardInterrupt):
-        raise
-    except Exception as error:  # of the hub's client, of TUF, of OpenID: no common class
-        reason = str(error).splitlines() or [type(error).__name__]
-        raise InputError(
-            f"keyless: expected Sigstore's services, which a signature without a key needs, found: {reason[0]}; go "
-            f"online, or {otherwise}"
-        ) from None
-
-
 def check_contents(bundle: Path) -> dict[str, Any]:
     """Check every byte of a bundle, and return the statement of its engines.
 
@@ -84,10 +50,10 @@ def check_contents(bundle: Path) -> dict[str, Any]:
         return json.load(file)
 
 
-def verify(bundle: Path, keys: Sequence[Path] = (), identity: Identity | None = None) -> str:
+def verify(bundle: Path, keys: Sequence[Path]) -> str:
     """Check a bundle's bytes, its signature, and the signed statement; return in words who signed it.
 
-    keys: public keys, one of which must have signed. identity: instead of keys. Raises InputError and CheckError.
+    keys: public keys, one of which must have signed. Raises InputError and CheckError.
     """
     statement = check_contents(bundle)
     signature = signature_path(bundle)
@@ -95,8 +61,6 @@ def verify(bundle: Path, keys: Sequence[Path] = (), identity: Identity | None = 
         raise InputError(
             f"{signature}: expected the signature of {bundle.name}, found none; sign with `lockstep bundle --sign-key`"
         )
-    if identity is not None:
-        return _verify_identity(bundle, signature, identity)
     signer = _signer(bundle, signature, keys)
     if envelope_path(bundle).is_file():
         signed, _ = dsse.read_envelope(envelope_path(bundle), [signer])
@@ -126,17 +90,3 @@ def _signer(bundle: Path, signature: Path, keys: Sequence[Path]) -> Path:
     raise CheckError(
         f"{signature}: expected the signature of {bundle.name} by {', '.join(map(str, keys))}, found: {reason}"
     )
-
-
-def _verify_identity(bundle: Path, signature: Path, identity: Identity) -> str:
-    from model_signing.verifying import Config
-    from sigstore.errors import VerificationError
-
-    with _needs_network("verify with --key PUBLIC_KEY"):
-        verifier = Config().use_sigstore_verifier(identity=identity.address, oidc_issuer=identity.issuer)
-    try:
-        verifier.verify(bundle, signature)
-    except (ValueError, VerificationError) as error:
-        reason = str(error).splitlines()[0]
-        raise CheckError(f"{signature}: expected it signed by {identity.address}, found: {reason}") from None
-    return f"{identity.address} ({identity.issuer})"
