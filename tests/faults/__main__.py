@@ -31,6 +31,8 @@ OPTIONS = (
         "--draw", 0, "Plant a fault in so many of its pairs of precision and backend, which its name draws; 0: in all.",
         minimum=0,
     ),
+    options.number("--sample", 0, "Try so many of the plantings, which --seed draws; 0: all.", minimum=0),
+    options.number("--seed", 0, "Of --sample.", minimum=0),
     options.number("--jobs", 1, "Faults tried at a time."),
     options.BUILD_OPTIONS,
     options.Option(
@@ -42,8 +44,8 @@ OPTIONS = (
         "faults too.", exists=True,
     ),
     options.path(
-        "--write", "Write the record, and its page, into this folder, as `records` has them. Goes on from the record "
-        "that is there, if it is of the same code.",
+        "--write", "Write the record, and its page, into this folder, as `records` has them. Rows that are there stay "
+        "until they are tried again; those of the same code are not.",
     ),
 )  # fmt: skip
 

@@ -64,6 +64,7 @@ def render(records: Sequence[Mapping[str, Any]]) -> str:
     lines += ["", "Models:", "", *(item(f"`{name}`: {model.about}") for name, model in MODELS.items())]
     for record in records:
         lines += ["", f"## {record['benchmark'].capitalize()}", "", paragraph(_drawn(record)), ""]
+        lines += [paragraph(_codes(record)), ""]
         lines += [*_by_gate(record), "", *_table(record)]
     return "\n".join(lines) + "\n"
 
@@ -95,6 +96,13 @@ def _drawn(record: Mapping[str, Any]) -> str:
         f"Each fault is planted in {record['drawn']} of the pairs of precision and backend where it makes sense, which "
         "its name draws, or its model's where that is not the demo; one of ten of the demo's in the checkpoint too."
     )
+
+
+def _codes(record: Mapping[str, Any]) -> str:
+    """Say how many rows were tried with each state of the gates' code."""
+    counts = Counter(row.get("code", "not noted")[:12] for row in record["faults"])
+    states = [f"{code} ({count})" for code, count in counts.most_common()]
+    return f"Rows by the digest of the code that was tried: {', '.join(states)}."
 
 
 def _by_gate(record: Mapping[str, Any]) -> list[str]:

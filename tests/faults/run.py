@@ -9,12 +9,13 @@ gate caught.
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import os
 import random
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -123,22 +124,26 @@ def run(
     loosen: float = 1.0,
     checkpoint: Path | None = None,
     earlier: Mapping[str, Any] | None = None,
+    sample: int = 0,
+    seed: int = 0,
 ) -> dict[str, Any]:
     """Plant and try `faults` (`plantings`) on backends that run in this Python, or on another one alone.
 
-    `progress`, if given, is called with the whole record each time a fault has been tried. What is in `earlier`, a
-    record of the same code, draw and packages, is not tried again.
+    `progress`, if given, is called with the whole record each time a fault has been tried. Rows of `earlier`, a record
+    of the same packages and limits of harm, stay until their planting is tried again: not where the code is the same.
 
-    options: of the build. work: a scratch folder.
+    options: of the build. work: a scratch folder. sample, seed: try that many plantings, drawn; 0 for all.
     loosen: that many times the default tolerances for the gates. checkpoint: of Llama's kind.
     """
     on_host = set(backends) <= set(HOST)
     if not on_host and len(backends) > 1:
         raise InputError(f"faults: expected {', '.join(HOST)}, or another backend alone, found {', '.join(backends)}")
     places = plantings(faults, backends, precisions, draw, checkpoint is not None)
-    report = partial(_report, backends=backends, precisions={place.precision for place in places}, draw=draw)
+    report = partial(_report, backends=backends, draw=draw)
     rows = _rows_of(earlier, report({}))
-    waiting = [place for place in places if place not in rows]
+    waiting = [place for place in places if {row["code"] for row in rows.get(place, ())} != {gates_code(place.backend)}]
+    if sample:
+        waiting = sorted(random.Random(seed).sample(waiting, min(sample, len(waiting))), key=places.index)
     with tempfile.TemporaryDirectory(dir=work) as scratch:
         settings = {
             backend: Setting(
@@ -204,6 +209,13 @@ def missed_by(row: Mapping[str, Any]) -> str | None:
 
 def _place(row: Mapping[str, Any]) -> str:
     return f"{row['fault']} ({row['where']}, {row['precision']} on {row['backend']})"
+
+
+@functools.cache
+def gates_code(backend: str) -> str:
+    """Return the digest of all code that the gates of a backend run."""
+    stages = "build", "validate", "compare", "golden", "adapted"
+    return sha256_json({stage: code_digests(f"stages.{stage}", backend) for stage in stages})
 
 
 def _several(names: Sequence[str]) -> str:
@@ -303,6 +315,7 @@ def _row(place: Planting, record: Mapping[str, Any], validated: str | None) -> d
     largest = record["largest_logit_difference"]
     return {
         **place._asdict(), "about": FAULTS[place.fault].about, "where": record["where"],
+        "code": gates_code(place.backend),
         "largest_logit_difference": largest if largest is None else float(f"{largest:.3g}"),
         "scenario": record["scenario"], "refused": record["refused"], "harmful": record["harmful"],
         "caught_by": caught_by, "message": messages[caught_by[0]] if caught_by else None,
@@ -310,28 +323,28 @@ def _row(place: Planting, record: Mapping[str, Any], validated: str | None) -> d
 
 
 def _rows_of(earlier: Mapping[str, Any] | None, record: Mapping[str, Any]) -> dict[Planting, list[dict[str, Any]]]:
-    """Return the rows of each planting in an earlier record; none of one of other code, terms or packages."""
-    if earlier is None or any(earlier.get(key) != record[key] for key in ("code", "tolerance", "versions")):
+    """Return the rows of each planting in an earlier record; none of one of other packages or limits of harm."""
+    if earlier is None or earlier["versions"] != record["versions"]:
         return {}
-    rows: dict[Planting, list[dict[str, Any]]] = {Planting(*place): [] for place in earlier["without_effect"]}
+    if any(HARMLESS[name] != bound for name, bound in earlier["tolerance"].items()):
+        return {}
+    rows: dict[Planting, list[dict[str, Any]]] = {}
     for row in earlier["faults"]:
         rows.setdefault(Planting(*(row[name] for name in Planting._fields)), []).append(row)
     return rows
 
 
-def _report(
-    by_place: Mapping[Planting, list[dict[str, Any]]], backends: Sequence[str], precisions: Collection[str], draw: int
-) -> dict[str, Any]:
+def _report(by_place: Mapping[Planting, list[dict[str, Any]]], backends: Sequence[str], draw: int) -> dict[str, Any]:
     order = list(FAULTS)
     by_place = dict(sorted(by_place.items(), key=lambda item: (order.index(item[0].fault), item[0])))
     rows = [row for tried in by_place.values() for row in tried]
+    precisions = {row["precision"] for row in rows}
     harmful = [row for row in rows if row["harmful"]]
     caught = sum(bool(row["caught_by"]) for row in harmful)
     return {
-        "benchmark": benchmark(backends), "code": sha256_json(code_digests("cli.main")),
+        "benchmark": benchmark(backends),
         "drawn": draw, "tolerance": {name: bound for name, bound in HARMLESS.items() if name in precisions},
         "distinct": len({row["fault"] for row in rows}), "planted": len(rows), "harmful": len(harmful),
         "harmful_caught": caught, "score": round(caught / len(harmful), 4) if harmful else 1.0, "faults": rows,
-        "without_effect": [list(place) for place, tried in by_place.items() if not tried],
         **surroundings(*_PACKAGES),
     }  # fmt: skip
