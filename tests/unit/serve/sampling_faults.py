@@ -58,6 +58,14 @@ def _counting_the_prompt(right: Any, self: logits_pipeline.Sampler, *arguments: 
         return right(self, *arguments)
 
 
+def _dividing_all(right: Any, self: logits_pipeline.Sampler, *arguments: Any) -> np.ndarray:
+    logits = right(self, *arguments)
+    previous = np.union1d(self.prompt_ids, list(self.counts)).astype(np.int64)
+    multiplied = previous[logits[previous] < 0]
+    logits[multiplied] /= self.sampling.repetition_penalty**2
+    return logits
+
+
 def _without_the_prompt(right: Any, self: logits_pipeline.Sampler, *arguments: Any) -> np.ndarray:
     with mock.patch.object(self, "prompt_ids", self.prompt_ids[:0]):
         return right(self, *arguments)
@@ -94,6 +102,10 @@ IN_ENGINE: dict[str, Fault] = {
     "presence for frequency": _other_rules(
         lambda of: {"presence_penalty": of.frequency_penalty, "frequency_penalty": of.presence_penalty}
     ),
+    "presence counted each time": _other_rules(
+        lambda of: {"presence_penalty": 0.0, "frequency_penalty": of.frequency_penalty + of.presence_penalty}
+    ),
+    "repetition penalty divides negative logits": _patch(logits_pipeline.Sampler, "_adjust", _dividing_all),
     "penalties count the prompt": _patch(logits_pipeline.Sampler, "_adjust", _counting_the_prompt),
     "repetition leaves out the prompt": _patch(logits_pipeline.Sampler, "_adjust", _without_the_prompt),
     "top-k one more": _patch(logits_pipeline, "candidates", lambda right, row, of: right(row, _top_k(of, 1))),
@@ -155,6 +167,8 @@ def follow() -> None:
 
 def in_server() -> dict[str, Fault]:
     """Return the faults of the process of the API, whose packages an engine's Python need not have."""
+    from msgspec import structs
+
     from lockstep_serve import openai, openai_answers, openai_chat, stream
     from lockstep_serve.openai_parameters import prompt_requests
 
@@ -178,6 +192,12 @@ def in_server() -> dict[str, Fault]:
             request.request = replace(request.request, sampling=requests[0].request.sampling)
         return requests
 
+    def with_eos(ignored: bool) -> Fault:
+        def requests(right: Any, body: Any, *arguments: Any) -> Any:
+            return right(structs.replace(body, ignore_eos=ignored), *arguments)
+
+        return _patch(openai, "prompt_requests", requests)
+
     def offsets(right: Any, self: Any, *arguments: Any) -> Any:
         part = right(self, *arguments)
         return {**part, "text_offset": [offset + 1 for offset in part["text_offset"]]}
@@ -199,11 +219,14 @@ def in_server() -> dict[str, Fault]:
             text_stream.TextStream, "push", lambda right, *arguments: right(*arguments).upper()
         ),
         "the stop string stays": _patch(completion.StopFilter, "push", cut_stop),
+        "the beginning of a stop string is lost": _patch(completion.StopFilter, "finish", lambda right, self: ""),
         "echo loses the first entry": _patch(openai.CompletionFormat, "echo", echo),
         "streamed text loses letters": _patch(openai.CompletionFormat, "chunks", chunks),
         "every end is a stop": lambda: mock.patch.dict(openai_answers.FINISH_REASONS, reasons),
         "a stop id is a length": lambda: mock.patch.dict(openai_answers.FINISH_REASONS, stops),
         "all prompts have one seed": _patch(openai, "prompt_requests", same_seed),
+        "end tokens end nothing": with_eos(True),
+        "ignore_eos ignored": with_eos(False),
         "offsets one off": _patch(openai.LogprobsFormat, "part", offsets),
         "usage counts one more": _patch(openai_answers, "_counts", one_more),
         "log-probabilities of chats 0.1 off": _patch(openai_chat.ChatFormat, "_token_logprobs", chat_chunks),

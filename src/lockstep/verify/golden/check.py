@@ -13,9 +13,12 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
+import onnx
 
+from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.reports import (
     PASS,
     GoldenLongPrompt,
@@ -25,6 +28,7 @@ from lockstep.artifacts.reports import (
     RequestsSpeed,
     SpeedReport,
 )
+from lockstep.backends.graphs import graph_file
 from lockstep.runtime import Decoding, Request, Speed
 from lockstep.targets import Limits, Target
 from lockstep.tolerances import Tolerances
@@ -40,9 +44,11 @@ from lockstep.verify.golden.forced import (
 )
 from lockstep.verify.golden.moved import MovedCheck
 from lockstep.verify.golden.prompts import Decoded, Long, Prompt, read_reference
-from lockstep.verify.golden.routes import Routes, known_rows
 from lockstep.verify.metrics import largest
-from lockstep.verify.routing.router import Router
+from lockstep.verify.routing import may_choose
+
+if TYPE_CHECKING:
+    from lockstep.verify.golden.routes import Routes
 
 _TIMED_TOKENS = 9  # of a prompt and of its answer, where speeds are timed: a prefill, and eight decode steps
 
@@ -84,6 +90,12 @@ class GoldenCheck(DecodingCheck):
 
     def judge_choices(self) -> None:
         """Compare the blocks with a router with their graphs, in the prompts' batch."""
+        if not self._has_choices():
+            return
+        # Most models have no router, and the toolkit of graphs takes a fifth of this check to import.
+        from lockstep.verify.golden.routes import Routes, known_rows
+        from lockstep.verify.routing.router import Router
+
         router = Router.open(self.assembly_json, self.weights_json, self.target.layers, self.tolerance, self.threads)
         if router is None:
             return
@@ -98,6 +110,11 @@ class GoldenCheck(DecodingCheck):
         for prompt in self.prompts:
             if wrong := self._routes.wrong_block([*prompt.prompt_ids, *prompt.tokens[:-1]]):
                 self.fail(prompt, wrong)
+
+    def _has_choices(self) -> bool:
+        folder = self.assembly_json.parent
+        graphs = Assembly.load(self.assembly_json).classes.values()
+        return any(may_choose(onnx.load(graph_file(folder, graph))) for graph in graphs)
 
     def follow_choices(self) -> bool:
         """Begin again, each request judged along the engines' choices; False where that cannot help."""

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,9 +23,11 @@ from lockstep.targets import Limits, Target
 from lockstep.tolerances import Tolerances
 from lockstep.verify.golden.forced import Errors, Forced, force, keep_largest
 from lockstep.verify.golden.prompts import Decoded, Prompt, first_difference, read_reference
-from lockstep.verify.golden.routes import Routes
 from lockstep.verify.golden.text import new_text
 from lockstep.verify.metrics import finish
+
+if TYPE_CHECKING:
+    from lockstep.verify.golden.routes import Routes
 
 
 class DecodingCheck:

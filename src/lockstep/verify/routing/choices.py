@@ -16,8 +16,8 @@ import onnx_ir as ir
 
 from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, add_input, infer_types, replace, run_passes
 from lockstep.onnx_tools.values import array_of, attribute, required
+from lockstep.verify.routing import COMPARISONS, OPERATORS, may_choose
 
-_COMPARISONS = ("Greater", "GreaterOrEqual", "Less", "LessOrEqual")
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _FORCE = 1e6  # added to a score that must win: larger than all scores, and float32 still orders the others
 _MOST_TIED = 6  # near-tied scores of a row, the nearest ones, of which all combinations are tried
@@ -124,6 +124,8 @@ def with_choices(model: onnx.ModelProto, forced: bool = False) -> tuple[onnx.Mod
 
     The model itself where there is none. forced: with an input for each; zeros leave the choice to the scores.
     """
+    if not may_choose(model):
+        return model, ()
     expose = ExposeChoices(forced)
     return run_passes(model, expose), tuple(expose.choices)
 
@@ -162,14 +164,14 @@ class ExposeChoices(Pass):
 
 def _choice(node: ir.Node) -> Choice | None:
     """Return the choice that a node makes for each row; None for other nodes."""
-    if node.op_type not in ("TopK", "ArgMax", *_COMPARISONS):
+    if node.op_type not in OPERATORS:
         return None
     scores = required(node.inputs[0])
     shape = [*(scores.shape or ())]
     if scores.dtype not in _FLOATS or len(shape) != 2 or not isinstance(shape[1], int):
         return None
     width = shape[1]
-    if node.op_type in _COMPARISONS:
+    if node.op_type in COMPARISONS:
         return Choice(str(node.outputs[0].name), 0, width, node.op_type.startswith("Greater"))
     default_axis = -1 if node.op_type == "TopK" else 0  # ONNX's
     if attribute(node, "axis", default_axis) not in (1, -1):
@@ -184,7 +186,7 @@ def _choice(node: ir.Node) -> Choice | None:
 
 def _force(writer: GraphWriter, node: ir.Node, moved: ir.Value) -> None:
     """Let a node choose by moved scores, while readers of its values still get the original scores."""
-    if node.op_type in _COMPARISONS:
+    if node.op_type in COMPARISONS:
         writer.copy(node, moved, np.zeros(1, np.float32), replaces=node.outputs[0])
         return
     scores = required(node.inputs[0])

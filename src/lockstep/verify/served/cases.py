@@ -6,7 +6,7 @@ not see it: temperatures, biases and words are fitted to the model by the refere
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from lockstep.verify.sampled.texts import UNDECODED, Texts
 _TOKENS = 16  # of an answer
 _SEEDS = 64  # that are tried
 _LETTERS = 10  # of the structured output
+_FEW_LETTERS = "a-d"
 # Perplexities of a draw.
 _NARROW = 4.0
 _WIDE = 12.0
@@ -43,7 +44,8 @@ class Case:
 class Cases:
     """The requests for a model.
 
-    expected: golden's greedy tokens of each prompt. max_choices, max_tokens: of a request, prompt included.
+    expected: golden's greedy tokens of each prompt. max_choices, max_tokens: of a request, prompt included. end_tokens:
+    of the model.
     """
 
     def __init__(
@@ -53,12 +55,14 @@ class Cases:
         texts: Texts,
         max_choices: int,
         max_tokens: int,
+        end_tokens: Collection[int],
     ):
         self._prompts = prompts  # that fit with their answers, as golden has checked
         self._expected = {id(prompt): list(tokens) for prompt, tokens in zip(prompts, expected)}
         self._texts = texts
         self._max_choices = max_choices
         self._max_tokens = max_tokens
+        self._end_tokens = sorted(end_tokens)
         self._count = 0
 
     def all(self, repeats_prompts: bool) -> list[Case]:
@@ -72,11 +76,15 @@ class Cases:
             self._drawn("top_k and top_p", _WIDE, [{"top_k": 0}, {"top_p": 1.0}], top_k=6, top_p=0.7),
             self._drawn("min_p and top_p", _WIDE, [{"min_p": 0.0}, {"top_p": 1.0}], min_p=0.2, top_p=0.7),
             self._penalized("repetition_penalty", 16),
-            self._penalized("presence_penalty", 16),
-            self._penalized("frequency_penalty", 4),  # which come several times
+            self._disliked(),
+            self._penalized("presence_penalty", 8),  # some of which come several times
+            self._penalized("frequency_penalty", 4),
             self._biased(),
             self._late_end(),
+            self._end_token(ignored=False),
+            self._end_token(ignored=True),
             self._stopped(),
+            self._nearly_stopped(),
             self._bad_words(),
             self._choices(),
             self._drawn("logprobs", _NARROW, logprobs=20),
@@ -112,10 +120,10 @@ class Cases:
         most_changed = -1
         first = _SEEDS * self._count
         for seed in range(first, first + _SEEDS):
+            (noise,) = noises(Rules(seed=seed), prompt.prompt_ids, 1, prompt.logits.shape[1], 0)
             tokens = []
             for changed in ({}, *mistakes):
-                rules = Rules.of({**body, **changed, "seed": seed}, ())
-                (noise,) = noises(rules, prompt.prompt_ids, 1, prompt.logits.shape[1], 0)
+                rules = Rules.of({**body, **changed}, ())
                 tokens.append(choose(rules, prompt.logits[0], prompt.prompt_ids, (), noise).token)
             num_changed = sum(token != tokens[0] for token in tokens)
             if num_changed > most_changed:
@@ -152,6 +160,27 @@ class Cases:
         n = min(2, self._max_choices)
         return self._case(penalty, prompt, [penalty], **body, n=n, seed=self._seed(prompt, body, mistakes))
 
+    def _disliked(self) -> Case:
+        """Return a request whose tokens all have negative logits, which the repetition penalty multiplies.
+
+        A grammar leaves few tokens, so that biases can make all of them negative.
+        """
+        prompt = self._next()
+        tokens = self._texts.named(_FEW_LETTERS, _LETTERS)
+        rows = prompt.logits[:, tokens].astype(np.float64)
+        level = float(np.ptp(prompt.logits))
+        bias = np.round(-level - rows.mean(axis=0), 3)
+        temperature = _temperature(rows + bias, 0.7 * len(tokens))
+        body = {
+            "temperature": temperature,
+            "repetition_penalty": round(1 + 1.5 * temperature / level, 3),  # as in `_penalized`
+            "logit_bias": {str(token): float(value) for token, value in zip(tokens, bias)},
+            "structured_outputs": {"regex": f"[{_FEW_LETTERS}]{{{_LETTERS}}}"},
+        }
+        n = min(2, self._max_choices)
+        case = self._case("repetition_penalty of negative logits", prompt, ["repetition_penalty"], **body, n=n, seed=0)
+        return replace(case, form=(_FEW_LETTERS, _LETTERS))
+
     def _biased(self) -> Case:
         prompt = self._next()
         row = prompt.logits[0]
@@ -166,11 +195,18 @@ class Cases:
         """Return a request that a token would end at once without `min_tokens`."""
         prompt = self._next()
         token = self._expected[id(prompt)][0]
-        bias = {str(token): round(2 * float(np.ptp(prompt.logits[0])) + 10, 3)}
-        body = {"temperature": 0, "logit_bias": bias, "stop_token_ids": [token], "min_tokens": 5}
+        body = {"temperature": 0, "logit_bias": _forced(token, prompt), "stop_token_ids": [token], "min_tokens": 5}
         case = self._case("min_tokens", prompt, ["min_tokens"], **body)
         case.body["min_tokens"] = min(5, case.body["max_tokens"])
         return case
+
+    def _end_token(self, ignored: bool) -> Case | None:
+        """Return a request whose first token is the model's end token."""
+        if not self._end_tokens:
+            return None
+        prompt = self._next()
+        body = {"temperature": 0, "logit_bias": _forced(self._end_tokens[0], prompt), "ignore_eos": ignored}
+        return self._case("ignore_eos" if ignored else "end token", prompt, ["logit_bias"], **body)
 
     def _stopped(self) -> Case | None:
         """Return a request that ends at a string from the middle of the expected text, if possible across tokens."""
@@ -181,6 +217,14 @@ class Cases:
         if not word or UNDECODED in word:
             return None
         return self._case("stop", prompt, temperature=0, stop=["never said", word])
+
+    def _nearly_stopped(self) -> Case | None:
+        """Return a request whose answer ends with the beginning of a stop string, which a server must not keep back."""
+        prompt, tokens = self._greedy()
+        text = self._texts.added(prompt.prompt_ids, tokens)
+        if not text or UNDECODED in text:
+            return None
+        return self._case("stop, not reached", prompt, temperature=0, stop=[f"{text[-1]} never said"])
 
     def _bad_words(self) -> Case | None:
         prompt, tokens = self._greedy()
@@ -203,6 +247,11 @@ class Cases:
         room = self._max_tokens - len(other.prompt_ids)
         body = {**case.body, "max_tokens": min(case.body["max_tokens"], room)}
         return replace(case, prompts=(*case.prompts, other), body=body)
+
+
+def _forced(token: int, prompt: Prompt) -> dict[str, float]:
+    """Return the bias by which a token is always the likeliest."""
+    return {str(token): round(2 * float(np.ptp(prompt.logits[0])) + 10, 3)}
 
 
 def _companions(prompt: Prompt, count: int) -> list[int]:

@@ -84,7 +84,8 @@ class SamplingCheck:
     def _cases(self) -> list[Case]:
         """The requests, once the server is ready; the last is a chat."""
         ready = self._server.ready
-        cases = Cases(self._prompts, self._expected, self._texts, ready.max_batch_size, ready.max_seq_len)
+        limits = ready.max_batch_size, ready.max_seq_len
+        cases = Cases(self._prompts, self._expected, self._texts, *limits, ready.eos_token_ids)
         return [*cases.all(ready.prompt_logprobs), cases.chat()]
 
     async def _ask(self, socket: Path, case: Case, stream: bool) -> None:
