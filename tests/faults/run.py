@@ -330,7 +330,8 @@ def _rows_of(earlier: Mapping[str, Any] | None, record: Mapping[str, Any]) -> di
         return {}
     rows: dict[Planting, list[dict[str, Any]]] = {}
     for row in earlier["faults"]:
-        rows.setdefault(Planting(*(row[name] for name in Planting._fields)), []).append(row)
+        if row["fault"] in FAULTS:
+            rows.setdefault(Planting(*(row[name] for name in Planting._fields)), []).append(row)
     return rows
 
 
