@@ -163,7 +163,7 @@ def measure(
 
 
 def compare(model: Model, row: dict[str, Any], positions: int, deadline: float, note: Callable[[], None]) -> None:
-    """Compare positions until `row` has so many, or until the deadline (seconds since 1970).
+    """Compare positions until `row` has `positions`, or until the deadline (seconds since 1970).
 
     Half of the requests ask for logits, whose bits are compared; the tokens of the others, which the device chooses.
 

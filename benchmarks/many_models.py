@@ -4,7 +4,7 @@ A switch, from files and from (page-locked) memory; a step alone, of a server wi
 loaded; the time to the first token where requests for all models come at random, most of them for few (Zipf); and the
 time from the start of a process to its first token.
 
-In: nothing; shapes get random weights, and the fine-tunes of one lie in one file, at other places. Out: a record, which
+In: nothing; shapes get random weights, and the fine-tunes of one are parts of one file. Out: a record, which
 is written after each part.
 """
 
@@ -37,7 +37,7 @@ from lockstep.backends import get_backend
 
 @dataclass(frozen=True)
 class Part:
-    """What one process measures: the function, the shape, and how many models, of which so many are loaded."""
+    """What one process measures: the function, the shape, and how many models there are and are loaded."""
 
     measure: str
     shape: str
@@ -142,7 +142,7 @@ def prepare(shape: str, precision: str, work: str, backend: str, models: int) ->
 
 
 def fine_tunes(assembly: Assembly, folder: Path, models: int) -> None:
-    """Make weights of so many models in one file: each tensor but gains begins later in it than that of the model
+    """Make the weights of models in one file: each tensor but gains begins later in it than that of the model
     before, so that no two are equal, though the file is hardly larger than one model's."""
     first = read_json(random_weights(assembly, folder / "weights", room=models * _MOVED))
     for number in range(models):
@@ -274,6 +274,13 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
     return {f"p{q}": round(float(np.percentile(seconds, q)), 4) for q in (50, 90, 99, 100)}
 
 
+def _spreads(rounds: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    spreads = {}
+    for name in rounds[0]:
+        spreads[name] = spread([figures[name] for figures in rounds], 3)
+    return spreads
+
+
 def cold_start(work: str, backend: str, rounds: int, **_: Any) -> dict[str, Any]:
     """Return the seconds from the start of a process to its first token: of a model, and of a server."""
     folder = Path(work)
@@ -281,7 +288,7 @@ def cold_start(work: str, backend: str, rounds: int, **_: Any) -> dict[str, Any]
     data = folder / "weights" / "weights.bin"
     figures: dict[str, Any] = {"weights_bytes": data.stat().st_size, "first": start()}
     warm = [start() for _ in range(rounds)]
-    figures["warm"] = {name: spread([entry[name] for entry in warm], 3) for name in warm[0]}
+    figures["warm"] = _spreads(warm)
     place = Place(
         str(folder / backend / "engines.json"),
         str(folder / "graphs" / "assembly.json"),
@@ -289,7 +296,7 @@ def cold_start(work: str, backend: str, rounds: int, **_: Any) -> dict[str, Any]
         LIMITS,
     )
     servers = [_serve(place) for _ in range(rounds + 1)][1:]  # the first one makes a tokenizer
-    figures["server"] = {name: spread([entry[name] for entry in servers], 3) for name in servers[0]}
+    figures["server"] = _spreads(servers)
     _drop_from_cache(data)
     figures["cold disk"] = start()
     figures["disk_bytes_per_second"] = _disk_rate(data)

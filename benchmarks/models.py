@@ -250,7 +250,7 @@ def _on_a_gpu(records: Path) -> list[str]:
         if not path.is_file():
             continue
         families = json.loads(path.read_text())["families"]
-        for precision in sorted({precision for row in families.values() for precision in row}):
+        for precision in sorted(set().union(*families.values())):
             rows = {name: row[precision] for name, row in families.items() if precision in row}
             columns[f"{backend} {precision}"] = rows
     if not columns:

@@ -1,6 +1,6 @@
 """The model families that are downloaded most, as their checkpoints are published.
 
-For each the settings of its config.json that decide what is computed: class, geometry, layer types, RoPE, norms and
+For each the settings of its config.json that decide the computation: class, geometry, layer types, RoPE, norms and
 windows; and how its weights are quantised as published. Facts are those of the checkpoints' own config.json, as
 transformers' documentation, conversion scripts and tests give them. Sizes of vision towers are left out: they are not
 read.

@@ -330,7 +330,7 @@ def serve(place: Place) -> None:
 
 
 def _tokenizer(place: Place) -> Any:
-    """Return the assembly's tokenizer, or one of as many words, which is kept beside the weights."""
+    """Return the assembly's tokenizer, or one of as many words, kept with the weights."""
     from lockstep import Tokenizer
 
     assembly = Assembly.load(Path(place.assembly))

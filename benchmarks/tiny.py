@@ -230,7 +230,7 @@ def _rounded(value: float) -> float:
 
 
 def tiny_configs(default: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a config, as small as its class takes it, then closer to what it was: config.json mappings.
+    """Return a config, as small as its class takes it, then closer to the original: config.json mappings.
 
     Raises what the class raises when it takes none of them.
     """

@@ -15,15 +15,6 @@ def compute_capability() -> str | None:
     return ask_driver()
 
 
-def needs_gpu(capabilities: str, capability: str | None) -> str:
-    """Return why engines for these compute capabilities do not run here.
-
-    capability: of the GPU here; None without one.
-    """
-    gpu = f"one of {capability}" if capability else "none"
-    return f"needs an NVIDIA GPU of compute capability {capabilities}, found {gpu}"
-
-
 def total_memory() -> int:
     """Return the bytes of memory of the first CUDA device; 0 without one."""
     size = ctypes.c_size_t()

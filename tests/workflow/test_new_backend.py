@@ -1,17 +1,14 @@
-"""A new backend is one folder: config, rules, compare, golden, statements, locks and the command line know it then."""
+"""A new backend is one folder, which config, rules and builds know then; test_two_devices.py checks and locks two."""
 
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checkout import Checkout
-
-from lockstep.artifacts.statement import Statement
 
 BACKEND = Path(__file__).resolve().parents[1] / "data" / "dummy_backend"
 
@@ -39,36 +36,11 @@ def dummy(demo: Checkout) -> Checkout:
 
 @pytest.mark.long
 def test_a_dummy_backend_is_one_folder(dummy: Checkout) -> None:
-    """As far as its engines; test_two_devices.py has two of them checked, locked and bundled."""
     engines = dummy.results / "demo-llama/fp32/engines/dummy/engines.json"
     dummy.finish(str(engines.relative_to(dummy.folder)))
     assert json.loads(engines.read_text())["options"]["checked"] is False
     dummy.append("src/lockstep/backends/dummy/backend.py", "EDITED = 1\n")
     assert {"build", "compare", "golden"} <= set(dummy.would_run())
-
-
-@pytest.mark.long
-def test_a_dummy_backend_is_checked_and_locked(dummy: Checkout) -> None:
-    demo = dummy
-    demo.finish()
-    folder = demo.results / "demo-llama/fp32"
-    engines = json.loads((folder / "engines/dummy/engines.json").read_text())
-    assert engines["options"]["checked"] is False
-    assert {Path(entry["file"]).suffix for entry in engines["engines"].values()} == {".dummy"}
-    comparison = json.loads((folder / "compare/dummy.json").read_text())
-    assert set(comparison["engines"]) == set(engines["engines"]) and 0 < comparison["relative_error"] < 1e-5
-    code = Statement.load(folder / "engines/dummy/engines.statement.json").key.code
-    assert {part for part in code if re.fullmatch(r"lockstep/backends/\w+", part)} == {"lockstep/backends/dummy"}
-
-    demo.run("lockstep", "lock")
-    demo.run("lockstep", "verify")
-    assert not demo.would_run("--config", "locked=true")
-    options = ("demo-llama/fp32/2", "--prompt", "San Francisco is a", "--max-new-tokens", "4")
-    output = demo.run("lockstep", "generate", *options).stdout
-    assert output.startswith(" cars on")
-
-    demo.append("src/lockstep/backends/dummy/backend.py", "EDITED = 1\n")
-    assert {"build", "compare", "golden"} <= set(demo.would_run())
 
 
 @pytest.mark.long

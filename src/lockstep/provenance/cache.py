@@ -198,7 +198,11 @@ def take_of_other(step: Job, key: BuildKey) -> bool:
             if entry is None or entry.key.sha256 != key.sha256:
                 continue
             paths = {sha256: manifest.parent / name for name, sha256 in entry.outputs.items()}
-            _restore(step, entry, lambda sha256, target, paths=paths: _copy(paths[sha256], sha256, target))
+
+            def copy(sha256: str, target: Path, paths: Mapping[str, Path] = paths) -> None:
+                _copy(paths[sha256], sha256, target)
+
+            _restore(step, entry, copy)
         except (LockstepError, OSError):
             continue  # it is damaged, or made at this moment
         print(

@@ -17,7 +17,7 @@ from lockstep_gpu import cuda
 from lockstep_gpu.kernels.library import including
 from lockstep_gpu.kernels.numbers import kind_options
 
-MOST_EXPERTS = _SORT_THREADS = 1024
+_SORT_THREADS = 1024
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lockstep.errors import is_installed, pip_install
-from lockstep_gpu.compute_capability import compute_capability, needs_gpu
+from lockstep_gpu.compute_capability import compute_capability
 
 PRECISIONS = ("fp32", "fp16", "bf16", "w8a16", "w4a16", "w8a8-fp8")
 MODEL_SETTINGS = ("activations", "kv_cache_dtype")
@@ -13,8 +13,11 @@ _PACKAGES = {"cuda.bindings": "cuda-bindings", "cudnn": "nvidia-cudnn-frontend"}
 def why_not() -> str | None:
     """Return why engines cannot run here, None where they can."""
     capability = compute_capability()
-    if capability is None or int(capability.partition(".")[0]) < 8:
-        return needs_gpu("8.0 or higher", capability)
+    needed = "needs an NVIDIA GPU of compute capability 8.0 or higher, found"
+    if capability is None:
+        return f"{needed} none"
+    if int(capability.partition(".")[0]) < 8:
+        return f"{needed} one of {capability}"
     missing = [package for module, package in _PACKAGES.items() if not is_installed(module)]
     if missing:
         return f"needs {' and '.join(missing)} in this Python, found none: {pip_install('cuda')}"
