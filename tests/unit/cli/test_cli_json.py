@@ -45,7 +45,7 @@ def json_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[Any
 def test_targets(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document, code = json_of(capsys, "targets")
     target = {"name": TARGET, "model": "demo-llama", "precision": "fp16", "layers": "all", "backend": "onnxruntime"}
-    assert code == 0 and len(document["targets"]) == 18 and target in document["targets"]
+    assert code == 0 and len(document["targets"]) == 14 and target in document["targets"]
 
 
 def test_generate_with_a_file_is_json_already(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,7 +56,7 @@ def test_generate_with_a_file_is_json_already(project: Path, capsys: pytest.Capt
 
 def test_summary(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document, code = json_of(capsys, "summary")
-    assert code == 0 and [row["verdict"] for row in document["targets"]] == ["not run"] * 18
+    assert code == 0 and [row["verdict"] for row in document["targets"]] == ["not run"] * 14
 
 
 def test_report(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

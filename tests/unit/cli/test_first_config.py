@@ -50,7 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_first_config_asks_for_what_the_model_has(source: str, name: str, length: int) -> None:
     code, output = run("init", source)
     assert code == 0 and f"lockstep run {name}.yaml" in output
-    assert re.match(rf"{name}: about \d+ M parameters: about [\d.]+ GB of memory, .* min on \d+ cores", output)
+    assert re.match(rf"{name}: about [\d.]+ M parameters: about [\d.]+ GB of memory, .* min on \d+ cores", output)
     config = load(Path(f"{name}.yaml"))
     assert config.models[name].source == source and config.models[name].golden.prompts
     assert config.limits.model_dump() == {
