@@ -16,6 +16,7 @@ from cuda.bindings import driver, nvrtc, runtime
 from numpy.typing import DTypeLike
 
 from lockstep.errors import CheckError
+from lockstep_gpu import kernel_cache
 from lockstep_gpu.kernels.library import library
 
 _HOST_TO_DEVICE = runtime.cudaMemcpyKind.cudaMemcpyHostToDevice
@@ -429,15 +430,25 @@ def _load(source: str, options: tuple[str, ...], number: int, capability: tuple[
 @functools.cache
 def compile_source(source: str, options: tuple[str, ...], capability: tuple[int, int]) -> bytes:
     major, minor = capability
-    names = [name.encode() for name in library()]
-    texts = [text.encode() for text in library().values()]
-    program = check(nvrtc.nvrtcCreateProgram(source.encode(), b"kernels.cu", len(names), texts, names))
     suffix = "a" if major == _HOPPER else ""  # sm_90a has wgmma, which later architectures dropped
     flags = [
         f"--gpu-architecture=sm_{major}{minor}{suffix}".encode(),
         b"--std=c++17",
         *(option.encode() for option in options),
     ]
+    names = [name.encode() for name in library()]
+    texts = [text.encode() for text in library().values()]
+    version = str(check(nvrtc.nvrtcVersion())).encode()
+    path = kernel_cache.entry_path([version, *flags, source.encode(), *names, *texts])
+    code = kernel_cache.read(path)
+    if code is None:
+        code = _compile(source.encode(), names, texts, flags)
+        kernel_cache.write(path, code)
+    return code
+
+
+def _compile(source: bytes, names: list[bytes], texts: list[bytes], flags: list[bytes]) -> bytes:
+    program = check(nvrtc.nvrtcCreateProgram(source, b"kernels.cu", len(names), texts, names))
     (error,) = nvrtc.nvrtcCompileProgram(program, len(flags), flags)
     if int(error) != 0:
         log = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))

@@ -28,6 +28,7 @@ import functools
 import importlib
 import json
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -40,7 +41,7 @@ import lockstep_gpu.compute_capability as driver
 from fake_gpu import cublas_lt, cuda, cudnn, tensorrt
 from fake_gpu.device import Fault, Gpu
 from lockstep.provenance.code_identity import SOURCES
-from lockstep_gpu import libraries
+from lockstep_gpu import kernel_cache, libraries
 
 __all__ = ["Fault", "Gpu", "installed"]
 
@@ -79,6 +80,8 @@ def installed(version: str = "10.6.0", name: str = "tensorrt") -> Iterator[Gpu]:
         sys.modules.update(modules)
         stack.enter_context(mock.patch.object(driver, "ask_driver", lambda: CAPABILITY))
         stack.enter_context(mock.patch.object(libraries, "open_library", lambda name: fake_cublas))
+        cache = stack.enter_context(tempfile.TemporaryDirectory())  # what it compiles to is of these tests alone
+        stack.enter_context(mock.patch.object(kernel_cache, "user_cache", lambda *parts: Path(cache, *parts)))
         _reload_in_polygraphy()
         vars(importlib.import_module("lockstep_gpu.kernels.gemm")).update(TRIALS)
         try:

@@ -113,9 +113,14 @@ def _state(path: str) -> dict[str, int]:
     return {"size": stat.st_size, "inode": stat.st_ino, "mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns}
 
 
-def _place(path: str) -> Path:
+def user_cache(*parts: str) -> Path:
+    """Return a path in the user's cache."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base, "lockstep", "seen", f"{hashlib.sha256(os.fsencode(path)).hexdigest()}.json")
+    return Path(base, "lockstep", *parts)
+
+
+def _place(path: str) -> Path:
+    return user_cache("seen", f"{hashlib.sha256(os.fsencode(path)).hexdigest()}.json")
 
 
 def _recall(path: str, state: dict[str, int]) -> str | None:
