@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import ctypes
 import functools
+import gc
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -244,14 +245,23 @@ class Stream:
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[Graph]:
-        """Capture the work enqueued in the `with` block as the yielded graph; it runs when the graph is launched."""
+        """Capture the work enqueued in the `with` block as the yielded graph; it runs when the graph is launched.
+
+        Garbage is not collected meanwhile: to free what it may hold on the device waits for the device, for which a
+        capture can be invalid.
+        """
         graph = Graph()
+        collects = gc.isenabled()
+        gc.disable()
         check(runtime.cudaStreamBeginCapture(self.handle, runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed))
         try:
             yield graph
         except BaseException:
             runtime.cudaStreamEndCapture(self.handle)
             raise
+        finally:
+            if collects:
+                gc.enable()
         captured = check(runtime.cudaStreamEndCapture(self.handle))
         graph.executable = check(runtime.cudaGraphInstantiate(captured, 0))
         destroy_with(graph, runtime.cudaGraphExecDestroy, graph.executable)

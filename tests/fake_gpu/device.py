@@ -68,6 +68,7 @@ class Gpu:
         self._queues: dict[int, list[Callable[[], None]]] = {0: []}
         self._blocking: list[int] = []
         self._captures: dict[int, list[Callable[[], None]]] = {}
+        self._capturer: int | None = None  # the thread that captures
         self._events: dict[int, list] = {}
 
     # --- devices
@@ -121,6 +122,8 @@ class Gpu:
     def free(self, address: int):
         with self.lock:
             if address:
+                if self._capturer == threading.get_ident():
+                    self.faults.append("freed: device memory, by the thread that captures")
                 if self._blocks.get(address) is None:
                     self.faults.append(f"freed: {address:#x}, which is none that lives")
                 else:
@@ -286,9 +289,11 @@ class Gpu:
 
     def begin_capture(self, stream: int, mode: int):
         self._captures[stream] = []
+        self._capturer = threading.get_ident()
         return (ERRORS.cudaSuccess,)
 
     def end_capture(self, stream: int):
+        self._capturer = None
         return ERRORS.cudaSuccess, self._captures.pop(stream)
 
     def launch_graph(self, graph: list, stream: int):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import json
 import subprocess
@@ -477,3 +478,21 @@ def test_quantised_weights_with_activations_in_bf16(shared, gpu, tmp_path, preci
     assert compared["result"] == "pass"
     with pytest.raises(InputError, match="activations: expected none for backend onnxruntime, found bfloat16; export"):
         build(assembly, "onnxruntime", tmp_path / "host" / "engines.json")
+
+
+def test_no_garbage_is_collected_in_a_capture(gpu: fake_gpu.Gpu) -> None:
+    """Its device memory would be freed by the thread that captures, which the fake GPU reports as a fault."""
+    from lockstep_gpu import cuda  # of the fake GPU
+
+    thresholds = gc.get_threshold()
+    stream = cuda.Stream()
+    array = cuda.empty((4,), "f4")
+    try:
+        with stream.capture():
+            gc.set_threshold(1)
+            cycle: list[object] = [array]
+            cycle.append(cycle)
+            del array, cycle
+            assert [[] for _ in range(100)]  # enough new objects for a collection
+    finally:
+        gc.set_threshold(*thresholds)
