@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from families import FAMILIES
+from tests.whole_workflow import GROUP, MODEL, failures, in_groups
 
 from lockstep.checkpoint import own_head
 from lockstep.checkpoint.auto_config import is_tied
@@ -24,7 +25,6 @@ from lockstep.targets import Results, is_quantized
 from lockstep.weights import Weights
 from shared import Shared
 from some import some
-from whole_workflow import GROUP, MODEL, failures, in_groups
 
 pytest.importorskip("openvino")
 BACKENDS = ("onnxruntime", "openvino")
