@@ -26,7 +26,7 @@ from shared import WORKER, Shared, shared_root
 sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
 WORKFLOW = Path(__file__).parent / "workflow"
 FIRST = WORKFLOW / "test_committed_lock.py"  # makes the demo's run
-FAMILIES = Path(__file__).parent / "unit/workflow/test_whole_families.py"  # half of the time of all tests
+FAMILIES = Path(__file__).parent / "unit/workflow/test_whole_families.py"  # a quarter of the time of all tests
 MOST_WORKERS = 8  # each holds torch and ONNX Runtime: up to 2 GB
 if WORKER in os.environ:
     # One test a core: more threads would fight for them. Before torch is imported, and for the processes that tests
