@@ -20,14 +20,15 @@ from packaging.utils import parse_wheel_filename
 
 FOLDER = Path(__file__).parent
 LINUX = ((11, 12, 13), ("x86_64", "aarch64"))  # minor versions of Python, and machines
+X86 = ((11, 12, 13), ("x86_64",))
 ONE = ((11,), ("x86_64",))
 # Not here: genai.txt, whose build of torch is chosen by who installs it.
 LISTS = {
     "requirements": LINUX, "openvino": LINUX, "tokenizers": LINUX, "test": LINUX, "publish": LINUX, "otel": LINUX,
     "docs": LINUX, "oldest": LINUX, "slurm": LINUX, "kubernetes": LINUX, "kubernetes-test": LINUX, "smollm2": LINUX,
-    "cuda": ONE, "tensorrt": ONE, "tritonclient": LINUX, "triton": ONE, "lm-eval": ONE,
+    "cuda": X86, "tensorrt": X86, "tritonclient": LINUX, "triton": ONE, "lm-eval": ONE,
     "agents": ONE, "aiperf": ONE, "perf-analyzer": ONE, "bfcl": ONE, "llama-cpp": ONE,
-    "snakedeploy": ONE,
+    "snakedeploy": LINUX,
 }  # fmt: skip
 HEADER = """\
 # Files of the pins of requirements.txt, by sha256; made by `make hashes`, without torch, whose build TORCH chooses.

@@ -44,19 +44,18 @@ class EngineSet:
         check_same(path, "precision", manifest.precision, assembly.precision, "open them with their own assembly")
         graphs = dict(backend.graphs(assembly, manifest.options))
         build = f"build the engines of {assembly_json}"
+        build_again = f"build the engines again: lockstep run -- --forcerun build -- {path}"
         check_same(path, "engines", sorted(manifest.engines), sorted(graphs), build)
         for name, entry in manifest.engines.items():
             file = path.parent / entry.file
             check_same(path, f"graph of engine {name}", entry.graph_sha256, graphs[name].sha256, build)
             if file.name != backend.file(name):  # a set that an earlier version of this code made
                 raise CheckError(
-                    f"{path}: engine {name}: expected the file {backend.file(name)}, found "
-                    f"{file.name}; build the engines again"
+                    f"{path}: engine {name}: expected the file {backend.file(name)}, found {file.name}; {build_again}"
                 )
             if not file.is_file():
-                raise CheckError(f"{file}: expected the engine {name}, found no file; build the engines again")
-            damaged = "the file is damaged: delete it and build the engines again"
-            check_same(file, "sha256", entry.sha256, sha256_file(file), damaged)
+                raise CheckError(f"{file}: expected the engine {name}, found no file; {build_again}")
+            check_same(file, "sha256", entry.sha256, sha256_file(file), f"the file is damaged; {build_again}")
         return cls(path, manifest, assembly, backend)
 
     @functools.cached_property

@@ -371,7 +371,7 @@ def test_a_set_in_which_the_file_of_an_engine_has_another_name_is_refused(demo, 
     write_json(engines, manifest)
     with pytest.raises(
         CheckError,
-        match="engines.json: engine entry: expected the file entry.onnx, found entry.engine; build the engines again",
+        match="the file entry.onnx, found entry.engine; build the engines again: lockstep run -- --forcerun build",
     ):
         compare(demo, engines, tmp_path / "out.json")
 
