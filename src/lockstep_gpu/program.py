@@ -69,7 +69,7 @@ class GpuProgram:
         """Return a context for these input shapes; exclusive: no other shapes will be set in it."""
         raise NotImplementedError
 
-    def new_context(self, profile: int, exclusive: bool) -> Any:
+    def new_context(self, profile: int) -> Any:
         """Return a new context of an optimization profile, if the engine has profiles."""
         raise NotImplementedError
 
@@ -143,7 +143,7 @@ class GpuExecutable:
             stream.upload(device_inputs[name], array)
         shapes = {name: array.shape for name, array in device_inputs.items() if name in program.dynamic}
         if profile is not None and program.by_profiles:
-            context = program.new_context(profile, exclusive=True)
+            context = program.new_context(profile)
         else:
             context = program.context_for(shapes, exclusive=False)
         call = self.bind(device_inputs, device_outputs)

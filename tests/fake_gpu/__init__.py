@@ -32,7 +32,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 from unittest import mock
 
 import onnx
@@ -42,6 +41,7 @@ from fake_gpu import cublas_lt, cuda, cudnn, tensorrt
 from fake_gpu.device import Fault, Gpu
 from lockstep.provenance.code_identity import SOURCES
 from lockstep_gpu import kernel_cache, libraries
+from lockstep_gpu.backends.tensorrt.compat import TENSORRT
 
 __all__ = ["Fault", "Gpu", "installed"]
 
@@ -49,9 +49,6 @@ CAPABILITY = "8.9"  # as the driver says; what only TensorRT reads says 9.8
 
 # Speed is not imitated: algorithms of cuBLAS are timed with a few sizes, on one weight. Each is a product in NumPy.
 TRIALS = {"MANY": (32, 64, 128, 256, 384), "_COPIES": 1}
-
-# What a `Library` keeps of the module that it has loaded.
-OWN = ("api", "_logger", "_runtime")
 
 
 @contextlib.contextmanager
@@ -73,9 +70,14 @@ def installed(version: str = "10.6.0", name: str = "tensorrt") -> Iterator[Gpu]:
     fake_cublas = cublas_lt.cublas_lt(gpu)
     with contextlib.ExitStack() as stack:
         if name != "cuda":
-            backend = importlib.import_module(f"lockstep_gpu.backends.{name}.backend").BACKEND
             api = modules["tensorrt"] = tensorrt.tensorrt(gpu, version)
-            stack.enter_context(_as_library(backend, api))
+            stack.callback(vars(TENSORRT).update, dict(vars(TENSORRT)))
+            stack.callback(vars(TENSORRT).pop, "api")
+            vars(TENSORRT).update(api=api, _logger=None, _runtime=None)
+            backend = importlib.import_module("lockstep_gpu.backends.tensorrt.backend").BACKEND
+            build = backend.build
+            built = lambda self, graph, out, options: _build(self, build, graph, out, options)
+            stack.enter_context(mock.patch.object(backend, "build", built))
         before = {name: _remove(name) for name in (*modules, *bound())}
         sys.modules.update(modules)
         stack.enter_context(mock.patch.object(driver, "ask_driver", lambda: CAPABILITY))
@@ -92,24 +94,6 @@ def installed(version: str = "10.6.0", name: str = "tensorrt") -> Iterator[Gpu]:
                 if module is not None:
                     _restore(key, module)
     _reload_in_polygraphy()
-
-
-@contextlib.contextmanager
-def _as_library(backend: Any, api: ModuleType) -> Iterator[None]:
-    """Have TensorRT's backend take `api` for its package, and build without it."""
-    library = backend.library
-    build = backend.build
-    old = dict(vars(library))
-    vars(library).update(api=api, _logger=None, _runtime=None)
-    backend.build = lambda self, graph, out, options: _build(self, build, graph, out, options)
-    try:
-        yield
-    finally:
-        backend.build = build
-        for key in {*vars(library)} - {*old}:
-            if key in OWN:
-                del vars(library)[key]
-        vars(library).update({key: value for key, value in old.items() if key in OWN})
 
 
 @functools.cache

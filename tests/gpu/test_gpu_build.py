@@ -11,7 +11,6 @@ from lockstep.artifacts.files import read_json, write_json
 from lockstep.artifacts.signature import IO
 from lockstep.backends import get_backend
 from lockstep.errors import CheckError, InputError
-from lockstep_gpu.backends.tensorrt.compat import TENSORRT
 
 pytestmark = [pytest.mark.usefixtures("backend"), pytest.mark.parametrize("backend", ["tensorrt"], indirect=True)]
 
@@ -67,7 +66,7 @@ def test_products_are_summed_in_fp32(tmp_path, rows):
     hidden, weight = (
         random.standard_normal(shape, np.float32).astype(np.float16) for shape in ((rows, 8192), (128, 8192))
     )
-    program = TensorRTProgram(TENSORRT, tmp_path / "block.engine", [IO("weight", "float16", (128, 8192))])
+    program = TensorRTProgram(tmp_path / "block.engine", [IO("weight", "float16", (128, 8192))])
     stream = program.device.stream
     out = np.empty((rows, 128), np.float16)
     on_device = {

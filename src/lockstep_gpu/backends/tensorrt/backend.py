@@ -49,7 +49,6 @@ _INSTEAD = "build with attention: traced"
 class TensorRTBackend(GpuBackend):
     """TensorRT 10.3 to 11.x; precision is the graph's: no TF32, float32 in fp16 graphs stays float32."""
 
-    library = TENSORRT
     name = "tensorrt"
     polygraphy = "--trt --strongly-typed"
     suffixes = (_PLAN, _GRAPH)
@@ -195,7 +194,7 @@ class TensorRTBackend(GpuBackend):
             return self._host.load(engine_path, slots, None, low_memory)
         from lockstep_gpu.backends.tensorrt.program import TensorRTProgram
 
-        return TensorRTProgram(TENSORRT, engine_path, slots, rank)
+        return TensorRTProgram(engine_path, slots, rank)
 
 
 BACKEND = TensorRTBackend

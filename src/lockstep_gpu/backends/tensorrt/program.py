@@ -17,7 +17,7 @@ from lockstep.artifacts.signature import IO
 from lockstep.errors import CheckError
 from lockstep.weights import Tensors, check_bound_slots, check_inputs
 from lockstep_gpu import cuda
-from lockstep_gpu.backends.tensorrt.compat import Library
+from lockstep_gpu.backends.tensorrt.compat import TENSORRT
 from lockstep_gpu.device import Device
 from lockstep_gpu.program import Arrays, Bound, GpuExecutable, GpuProgram, Shapes
 from lockstep_gpu.weights import DeviceWeights, Uploads
@@ -32,21 +32,21 @@ class Context:
     shapes: Shapes | None = None
     addresses: dict[str, int] = field(default_factory=dict)
 
-    def resize(self, library: Library, shapes: Shapes) -> None:
+    def resize(self, shapes: Shapes) -> None:
         """Set the shapes of inputs that differ from the last ones."""
         if shapes is self.shapes or shapes == self.shapes:
             return
         self.shapes = None
         for name, shape in shapes.items():
-            library.set_input_shape(self.native, name, shape)
+            TENSORRT.set_input_shape(self.native, name, shape)
         self.shapes = shapes
 
-    def point(self, library: Library, addresses: Mapping[str, int]) -> None:
+    def point(self, addresses: Mapping[str, int]) -> None:
         """Set the addresses of inputs, weights and outputs that differ from the last ones."""
         last = self.addresses
         for name, address in addresses.items():
             if last.get(name) != address:
-                library.set_tensor_address(self.native, name, address)
+                TENSORRT.set_tensor_address(self.native, name, address)
                 last[name] = address
 
 
@@ -72,16 +72,15 @@ class TensorRTProgram(GpuProgram):
 
     by_profiles = True
 
-    def __init__(self, library: Library, engine_path: Path, slots: Sequence[IO], rank: int = 0):
+    def __init__(self, engine_path: Path, slots: Sequence[IO], rank: int = 0):
         super().__init__(engine_path, slots, rank)
-        self.library = library
         self.device.use()
         cuda.leak_at_exit(self)
-        self.engine = library.deserialize(engine_path.read_bytes(), str(engine_path))
-        self.tensors = {tensor.name: tensor for tensor in library.tensors(self.engine)}
+        self.engine = TENSORRT.deserialize(engine_path.read_bytes(), str(engine_path))
+        self.tensors = {tensor.name: tensor for tensor in TENSORRT.tensors(self.engine)}
         check_inputs(self.slots, self.tensors, str(engine_path))
         self._scratch = _Scratch.of(self.device)
-        self._scratch.reserve(library.device_memory_size(self.engine))
+        self._scratch.reserve(TENSORRT.device_memory_size(self.engine))
         self._contexts: dict[tuple, Context] = {}
 
     def bind(self, weights: Tensors | None, slots: Mapping[str, Sequence[str]]) -> TensorRTExecutable:
@@ -125,15 +124,14 @@ class TensorRTProgram(GpuProgram):
         if exclusive:
             key = (profile, tuple(sorted(shapes.items())))
         if key not in self._contexts:
-            self._contexts[key] = self.new_context(profile, exclusive)
+            self._contexts[key] = self.new_context(profile)
         return self._contexts[key]
 
-    def new_context(self, profile: int, exclusive: bool) -> Context:
-        """Return a new context of a profile; exclusive: its shapes will not change."""
-        native = self.library.create_context(self.engine, str(self.path))
+    def new_context(self, profile: int) -> Context:
+        native = TENSORRT.create_context(self.engine, str(self.path))
         scratch = self._scratch.memory
-        self.library.set_device_memory(native, scratch.address, scratch.nbytes)
-        self.library.set_profile(native, profile, self.device.stream.handle)
+        TENSORRT.set_device_memory(native, scratch.address, scratch.nbytes)
+        TENSORRT.set_profile(native, profile, self.device.stream.handle)
         return Context(native, scratch)
 
 
@@ -168,7 +166,6 @@ class TensorRTExecutable(GpuExecutable):
 
     def bind(self, inputs: Arrays, outputs: Arrays, captured: bool = False) -> Bound:
         program = self.program
-        library = self.program.library
         self.check_arrays({**inputs, **outputs})
         arrays = {**self.weights, **inputs, **outputs}
         addresses = {name: array.address for name, array in arrays.items()}
@@ -176,8 +173,8 @@ class TensorRTExecutable(GpuExecutable):
 
         def run(context: Context, shapes: Shapes, buffers: object = arrays) -> None:
             """Run the engine; `buffers` keeps the memory alive: a context has addresses only."""
-            context.resize(library, shapes)
-            context.point(library, addresses)
-            library.enqueue(context.native, stream)
+            context.resize(shapes)
+            context.point(addresses)
+            TENSORRT.enqueue(context.native, stream)
 
         return run
