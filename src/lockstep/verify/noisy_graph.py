@@ -67,6 +67,14 @@ class NoisyGraph:
         return {name: row_noise(outputs[name], array) for name, array in _run(rounded, wide).items() if name in names}
 
 
+def tolerances_of(model: onnx.ModelProto, tolerances: Tolerances) -> Tolerances:
+    """Return the tolerances of the engine of a graph of blocks: others where weights of experts are multiplied."""
+    operators = {node.op_type for node in model.graph.node}
+    if {"GatherBlockQuantized", "MatMul"} <= operators:
+        return tolerances.of_experts
+    return tolerances
+
+
 def beside_graph(tolerances: Tolerances, noise: Spread, enough: int = ENOUGH) -> Bound:
     """Return the bound of an engine's output with this noise; below `enough` rows their rms is not bounded."""
     bound = within(tolerances, noise, tolerances.engine)

@@ -14,7 +14,7 @@ from lockstep.onnx_tools.sessions import compute
 from lockstep.onnx_tools.toolkit import to_proto
 from lockstep.onnx_tools.widened import widened
 from lockstep.tolerances import Tolerances
-from lockstep.verify.noisy_graph import NoisyGraph, beside_graph
+from lockstep.verify.noisy_graph import NoisyGraph, beside_graph, tolerances_of
 
 HEADER = '<ir_version: 8, opset_import: ["": 18]> g '
 PRODUCT = (
@@ -70,3 +70,13 @@ def test_an_output_that_is_rounded_passes_and_one_that_is_a_little_wrong_does_no
     engine = exact.astype(ml_dtypes.bfloat16).astype(np.float32)
     assert wrong("out", measure(exact, engine, bound)) is None
     assert "an rms error" in (wrong("out", measure(exact, engine * np.float32(1.01), bound)) or "")
+
+
+def test_products_of_experts_are_as_exact_as_in_w8a16_and_a_lookup_as_exact_as_before() -> None:
+    """No precision rounds the activations of experts to 8 bits: engines cut them into two numbers."""
+    lookup = onnx.helper.make_node("GatherBlockQuantized", ["codes", "ids", "scales"], ["weight"])
+    product = onnx.helper.make_node("MatMul", ["weight", "hidden"], ["out"])
+    tolerances = Tolerances("w4a8", "onnxruntime")
+    for nodes, expected in (([lookup, product], (2.0, 2**-2)), ([lookup], (2.0, 2**-8)), ([product], (2.0, 2**-8))):
+        model = onnx.helper.make_model(onnx.helper.make_graph(nodes, "block", [], []))
+        assert tolerances_of(model, tolerances).engine == expected

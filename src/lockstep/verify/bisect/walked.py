@@ -22,7 +22,7 @@ from lockstep.tolerances import Tolerances
 from lockstep.verify.arrays import concatenate_rows
 from lockstep.verify.graphs import Graphs
 from lockstep.verify.metrics import largest
-from lockstep.verify.noisy_graph import beside_graph
+from lockstep.verify.noisy_graph import beside_graph, tolerances_of
 from lockstep.verify.walk import Arrays, Stage, StageRun, Tokens, Walk
 from lockstep.weights import Weights
 
@@ -181,7 +181,9 @@ def _measured(step: StageRun, graphs: Graphs, engines: Engines | None, tolerance
     outputs = engines.run(step.stage, step.outputs)
     if outputs is not None:
         feeds = graphs.feeds(step.stage.graph, step.stage.inputs, step.stage.slots)
-        noise = graphs.graph(step.stage.graph).noise(feeds, step.outputs)
+        graph = graphs.graph(step.stage.graph)
+        noise = graph.noise(feeds, step.outputs)
+        tolerance = tolerances_of(graph.model, tolerance)
         if not step.stage.slots:
             tolerance = tolerance.of_attention
         for name, actual in outputs.items():

@@ -40,6 +40,7 @@ from lockstep.verify.compare.rows import EarlierRows, Rows
 from lockstep.verify.compare.sweep import sweep_of
 from lockstep.verify.compare.trial import DECISIVE_ROWS, Arrays, Sweep, Trial
 from lockstep.verify.metrics import largest, smallest
+from lockstep.verify.noisy_graph import tolerances_of
 from lockstep.weights import Tensors, Weights, check_slots, slot_array
 from lockstep.weights.ranks import RankWeights
 
@@ -105,6 +106,7 @@ class Pair:
         """Return the engine's entry in the report. Only once: the engine is closed afterwards."""
         if not self._weights:
             tolerance = tolerance.of_attention
+        tolerance = tolerances_of(self._model, tolerance)
         tried = list[Trial]()
         worst: ComparedRun | None = None
         try:

@@ -22,7 +22,7 @@ from lockstep.onnx_tools import judge
 from lockstep.onnx_tools.rounded import UNITS
 from lockstep.tolerances import Tolerances
 from lockstep.verify.graphs import Graphs
-from lockstep.verify.noisy_graph import beside_graph, row_noise
+from lockstep.verify.noisy_graph import beside_graph, row_noise, tolerances_of
 from lockstep.verify.routing.block import Arrays, ChoosingBlock, Routed, is_of_tokens
 from lockstep.verify.routing.recorder import BlockRows, Place, Recorder
 from lockstep.verify.walk import Stage, Tokens, Walk
@@ -142,8 +142,9 @@ class Router:
     def _wrong(self, place: Place, graph: str, routed: Routed, outputs: Arrays) -> str | None:
         """Return the error of a block, given its engine's choices; None without one."""
         part, layer = place
+        tolerances = tolerances_of(self._graphs.graph(graph).model, self._tolerances)
         for name, expected in routed.outputs.items():
-            bound = beside_graph(self._tolerances, row_noise(expected, routed.noisy[name]))
+            bound = beside_graph(tolerances, row_noise(expected, routed.noisy[name]))
             wrong = judge.wrong(name, judge.measure(expected, outputs[name], bound))
             if wrong is not None:
                 return f"layer {layer} ({part} {graph}) along the engine's own choices, {wrong}"
