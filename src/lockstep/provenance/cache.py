@@ -149,7 +149,7 @@ def take(cache: Cache | None, step: Job, key: BuildKey) -> bool:
         entry = cache.read(name)
         if entry is None:
             return False
-        _restore(step, entry, cache.take)
+        _restore(step, entry, cache.entry_path(name), cache.take)
     except LockstepError as error:
         delete(cache.entry_path(name))
         _say(f"{error}; {step} is made again")
@@ -202,7 +202,7 @@ def take_of_other(step: Job, key: BuildKey) -> bool:
             def copy(sha256: str, target: Path, paths: Mapping[str, Path] = paths) -> None:
                 _copy(paths[sha256], sha256, target)
 
-            _restore(step, entry, copy)
+            _restore(step, entry, statement_path(manifest), copy)
         except (LockstepError, OSError):
             continue  # it is damaged, or made at this moment
         print(
@@ -212,11 +212,11 @@ def take_of_other(step: Job, key: BuildKey) -> bool:
     return False
 
 
-def _restore(step: Job, entry: Statement, take: Callable[[str, Path], None]) -> None:
+def _restore(step: Job, entry: Statement, where: Path, take: Callable[[str, Path], None]) -> None:
     """Copy an artefact out of the cache, or from another model.
 
-    take: copies the file of a sha256 to a new one. The manifest is checked first and written last, so no manifest is
-    there after a run that was killed.
+    where: the file of `entry`. take: copies the file of a sha256 to a new one. The manifest is checked first and
+    written last, so no manifest is there after a run that was killed.
     """
     folder = step.output.parent
     output = step.output
@@ -227,7 +227,7 @@ def _restore(step: Job, entry: Statement, take: Callable[[str, Path], None]) -> 
         if output.name in outputs:
             take(outputs[output.name], manifest)
         if output.name not in outputs or not _is_whole(manifest, outputs):
-            raise InputError(f"build key {entry.key.sha256}: expected all files of {output.name}, found others")
+            raise InputError(f"{where}: expected all files of {output.name}, found others")
         for path in (output, statement_path(output)):
             path.unlink(missing_ok=True)
         for name in outputs.keys() - {output.name}:
