@@ -84,8 +84,8 @@ def check_ranges(
         expect("prompt_logprobs", request.prompt_logprobs, 0, MAX_LOGPROBS)
     minimum = int(request.prompt_logprobs is None)
     if max_total_len is not None:
-        remainder = f"which the {len(ids)} tokens of the prompt leave of {max_total_len}"
-        expect("max_new_tokens", request.max_new_tokens, minimum, max_total_len - len(ids), remainder)
+        room = f"(context {max_total_len}, prompt {len(ids)})"
+        expect("max_new_tokens", request.max_new_tokens, minimum, max_total_len - len(ids), room)
     elif request.max_new_tokens < minimum:
         raise InputError(f"max_new_tokens: expected at least {minimum}, found {request.max_new_tokens}")
 
