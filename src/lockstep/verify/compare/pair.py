@@ -33,12 +33,12 @@ from lockstep.progress import steps
 from lockstep.step.activations import with_activations
 from lockstep.step.executable import run_once
 from lockstep.targets import Limits
-from lockstep.tolerances import ENOUGH, Tolerances
+from lockstep.tolerances import DECISIVE_ROWS, ENOUGH, Tolerances
 from lockstep.verify.compare import inputs
 from lockstep.verify.compare.noisy_run import NoisyRun, bound_of
 from lockstep.verify.compare.rows import EarlierRows, Rows
 from lockstep.verify.compare.sweep import sweep_of
-from lockstep.verify.compare.trial import DECISIVE_ROWS, Arrays, Sweep, Trial
+from lockstep.verify.compare.trial import Arrays, Sweep, Trial
 from lockstep.verify.metrics import largest, smallest
 from lockstep.verify.noisy_graph import tolerances_of
 from lockstep.weights import Tensors, Weights, check_slots, slot_array

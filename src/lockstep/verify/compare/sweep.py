@@ -17,11 +17,12 @@ import numpy as np
 import onnx
 
 from lockstep.artifacts.adapters import IDS
+from lockstep.tolerances import DECISIVE_ROWS
 from lockstep.verify.arrays import concatenate_rows, take_rows
 from lockstep.verify.compare import inputs
 from lockstep.verify.compare.inputs import Case, Graph, Sizes
 from lockstep.verify.compare.sequence_sweep import LARGEST_SQUARED, PAST_STATE, AttentionSweep, StateSweep
-from lockstep.verify.compare.trial import DECISIVE_ROWS, Arrays, Point, Ranges, Run, Sweep, Trial, span_of
+from lockstep.verify.compare.trial import Arrays, Point, Ranges, Run, Sweep, Trial, span_of
 from lockstep.verify.repeats import repeated_rows
 
 _PIECE = 512  # rows that a graph computes at a time

@@ -16,9 +16,6 @@ Arrays = Mapping[str, np.ndarray]
 Run = Callable[[Arrays], Arrays]
 Ranges = Mapping[str, tuple[int, int]]
 Point = tuple[int, ...]
-# Rows at one size that decide. One of few that is off says little: where activations are of 8 bits, up to 5 % of a
-# right engine's rows are (SmolLM2, w4a8, November 2026), by 30 times what their rms may be.
-DECISIVE_ROWS = 256
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 
 from lockstep.artifacts.assembly import Assembly, BoundBlock
+from lockstep.artifacts.dtypes import has_8_bit_activations
 from lockstep.onnx_tools import judge
 from lockstep.onnx_tools.rounded import UNITS
-from lockstep.tolerances import Tolerances
+from lockstep.tolerances import DECISIVE_ROWS, ENOUGH, Tolerances
 from lockstep.verify.graphs import Graphs
 from lockstep.verify.noisy_graph import beside_graph, row_noise, tolerances_of
 from lockstep.verify.routing.block import Arrays, ChoosingBlock, Routed, is_of_tokens
@@ -143,8 +144,11 @@ class Router:
         """Return the error of a block, given its engine's choices; None without one."""
         part, layer = place
         tolerances = tolerances_of(self._graphs.graph(graph).model, self._tolerances)
+        enough = ENOUGH
+        if has_8_bit_activations(tolerances.precision):  # a prompt has too few rows: `compare` takes others too
+            enough = DECISIVE_ROWS
         for name, expected in routed.outputs.items():
-            bound = beside_graph(tolerances, row_noise(expected, routed.noisy[name]))
+            bound = beside_graph(tolerances, row_noise(expected, routed.noisy[name]), enough)
             wrong = judge.wrong(name, judge.measure(expected, outputs[name], bound))
             if wrong is not None:
                 return f"layer {layer} ({part} {graph}) along the engine's own choices, {wrong}"
