@@ -144,7 +144,7 @@ def run(
     model.executor.runner.wait_for_weights()
     left_out: dict[str, str] = {}
     with unless_full(model, "warm-up", left_out, note):
-        note(warm_up_seconds=round(timed(model.executor.warm_up)[0], 2))
+        note(warm_up_seconds=round(timed(model.warm_up)[0], 2))
     if assembly.tensor_parallel is not None:
         note(ranks=assembly.tensor_parallel.degree, sums=sums(model))
     steps(model, rounds, note, left_out, parts)

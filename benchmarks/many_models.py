@@ -31,7 +31,7 @@ from benchmarks.gpu import build_engines, is_gain, random_weights
 from benchmarks.measure import deliver, read_json, recorder, spread, surroundings, write_json
 from benchmarks.serving import Place, Server
 from benchmarks.shapes import config_of
-from lockstep import Advance, Assembly, CheckpointFiles, Engine, Model, ModelOptions, Request
+from lockstep import Advance, Assembly, CheckpointFiles, Engine, Model, ModelOptions, Request, processes
 from lockstep.backends import get_backend
 
 
@@ -47,10 +47,10 @@ class Part:
 
 
 PARTS = {
+    "cold-start": Part("cold_start", "llama-3.1-8b"),
     "switch": Part("switches", "llama-2-7b", models=3, loaded=2),
     "switch-w4a16": Part("switches", "llama-2-7b", "w4a16", models=3, loaded=2),
     "requests": Part("requests", "qwen2.5-0.5b", models=100, loaded=32),
-    "cold-start": Part("cold_start", "llama-3.1-8b"),
 }
 OPTIONS = (
     options.Option("--part", "A part to measure; may be given several times.", tuple(PARTS), name="parts", many=True,
@@ -82,7 +82,7 @@ def main(
 ) -> None:  # fmt: skip
     """Measure switches, steps, first tokens of many fine-tunes that share one engine set, and cold starts.
 
-    All parts take some three minutes on one H200, and 128 GB of memory:
+    All parts take some six minutes on one H200, and 128 GB of memory:
 
         python -m benchmarks many-models --work /tmp/many-models
 
@@ -116,14 +116,18 @@ def main(
         arguments = {"rounds": rounds, "loaded": part.loaded, "rate": rate, "count": count, "models": part.models}
         place = {"work": str(_folder(work, part)), "backend": backend}
         figures = cold.ask(f"benchmarks.many_models:{part.measure}", **place, **arguments)
-        about = {"shape": Path(part.shape).stem, "precision": part.precision, "models": part.models}
+        about = {"shape": _name(part.shape), "precision": part.precision, "models": part.models}
         record["parts"][name] = {**about, "loaded": part.loaded, **figures}
         note()
     deliver(record, write)
 
 
 def _folder(work: Path, part: Part) -> Path:
-    return work / f"{Path(part.shape).stem}-{part.precision}"
+    return work / f"{_name(part.shape)}-{part.precision}"
+
+
+def _name(shape: str) -> str:
+    return Path(shape).name.removesuffix(".json")
 
 
 def prepare(shape: str, precision: str, work: str, backend: str, models: int) -> None:
@@ -158,38 +162,39 @@ def _weights(folder: Path) -> list[Path]:
 
 
 def _open(folder: Path, backend: str, models: int, loaded: int) -> Model:
+    processes.share_interpreter()  # as a server does
     assembly = str(folder / "graphs" / "assembly.json")
     first, *others = _weights(folder)[:models]
     files = [CheckpointFiles(str(number), assembly, str(path)) for number, path in enumerate(others, start=1)]
     limits = ModelOptions(**LIMITS, others=files, max_bound=loaded)
-    model = Model.open(folder / backend / "engines.json", assembly, first, options=limits)
-    model.warm_up()
-    return model
+    return Model.open(folder / backend / "engines.json", assembly, first, options=limits)
 
 
 def switches(work: str, backend: str, models: int, loaded: int, rounds: int, **_: Any) -> dict[str, Any]:
     """Return the seconds of steps and of switches."""
     folder = Path(work)
+    weights = _weights(folder)[:models]
     alone = _open(folder, backend, 1, 1)
+    alone.warm_up()
     seconds_alone = [_decode(alone) for _ in range(rounds)]
     del alone
     model = _open(folder, backend, models, loaded)
+    before = _switch_each(model, loaded, weights)
+    model.warm_up()
     seconds = [_decode(model) for _ in range(rounds)]
-    last = loaded - 1
-    paths = _weights(folder)[:models]
-    # The weights that the network does not have, and then its own.
-    cycle = [*paths[loaded:], paths[last]]
-    first_seconds = [_switch(model, last, path) for path in cycle]
-    again = [_switch(model, last, path) for path in cycle * rounds]
-    tensors = read_json(paths[0])["tensors"].values()
+    again = []
+    for _ in range(rounds):
+        again += _switch_each(model, loaded, weights)
+    beside = _steps_beside(model, loaded - 1, [*weights[loaded:], weights[loaded - 1]] * rounds)
+    tensors = read_json(weights[0])["tensors"].values()
     return {
         "weights_bytes": sum(place["length"] for place in tensors),
         "step_seconds": {
             "alone": spread(seconds_alone),
             "one of many": spread(seconds),
-            "while another is loaded": spread(_steps_beside(model, last, cycle * rounds)),
+            "while another is loaded": spread(beside),
         },
-        "switch_seconds": {"from the file": spread(first_seconds), "from memory": spread(again)},
+        "switch_seconds": {"from the file": spread(before), "from memory": spread(again)},
     }
 
 
@@ -206,10 +211,14 @@ def _decode(model: Model) -> float:
     return seconds
 
 
-def _switch(model: Model, network: int, weights: Path) -> float:
-    began = time.perf_counter()
-    model.checkpoints.load(network, weights).finish()
-    return time.perf_counter() - began
+def _switch_each(model: Model, loaded: int, weights: Sequence[Path]) -> list[float]:
+    """Load what is not loaded into the last network, and then its own weights; return the seconds of each."""
+    seconds = []
+    for path in (*weights[loaded:], weights[loaded - 1]):
+        began = time.perf_counter()
+        model.checkpoints.load(loaded - 1, path).finish()
+        seconds.append(time.perf_counter() - began)
+    return seconds
 
 
 def _steps_beside(model: Model, network: int, cycle: Sequence[Path]) -> list[float]:
@@ -235,7 +244,12 @@ def requests(work: str, backend: str, models: int, loaded: int, rate: float, cou
     """Return the times to the first tokens of requests that come at random for all models."""
     began = time.perf_counter()
     model = _open(Path(work), backend, models, loaded)
+    warm_up = model.warm_up_parts()
+    next(warm_up, None)
     ready = time.perf_counter() - began
+    for _ in warm_up:  # a server does so while there are no requests
+        pass
+    warm = time.perf_counter() - began
     random = np.random.default_rng(0)
     shares = 1 / np.arange(1, models + 1) ** _ZIPF
     chosen = random.choice(models, count, p=shares / shares.sum())
@@ -262,6 +276,7 @@ def requests(work: str, backend: str, models: int, loaded: int, rate: float, cou
     waits = [first_tokens[number] for number in sorted(first_tokens)]
     return {
         "ready_seconds": round(ready, 2),
+        "warm_seconds": round(warm, 2),  # with all weights in page-locked memory that it has room for
         "rate": rate,
         "requests": count,
         "loads": residency.loads if residency is not None else 0,
@@ -295,7 +310,7 @@ def cold_start(work: str, backend: str, rounds: int, **_: Any) -> dict[str, Any]
         str(_weights(folder)[0]),
         LIMITS,
     )
-    servers = [_serve(place) for _ in range(rounds + 1)][1:]  # the first one makes a tokenizer
+    servers = [_serve(place) for _ in range(2)][1:]  # the first one makes a tokenizer
     figures["server"] = _spreads(servers)
     _drop_from_cache(data)
     figures["cold disk"] = start()
@@ -337,7 +352,8 @@ def _serve(place: Place) -> dict[str, float]:
         assert response.status == 200, response.read()
         response.read()
         connection.close()
-        return {"ready": ready, "token": time.perf_counter() - began}
+        token = time.perf_counter() - began
+        return {"ready": ready, "token": token, "warm": server.wait_until_warm()}
 
 
 def _drop_from_cache(path: Path) -> None:

@@ -116,6 +116,7 @@ def run(place: Place, streams: Sequence[int], rates: Sequence[str], requests: in
     figures: dict[str, Any] = {"streams": {}, "rates": {}}
     with Server(place) as server:
         figures["ready_seconds"] = round(server.ready_seconds, 2)
+        figures["warm_seconds"] = round(server.wait_until_warm(), 2)
         for number in streams:
             if in_turn:
                 speeds = _in_turn_with_bare(server, place, number, rounds)
@@ -204,7 +205,7 @@ class Server:
         self._place = place
 
     def __enter__(self) -> Server:
-        began = time.perf_counter()
+        self._began = time.perf_counter()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.serving", json.dumps(dataclasses.asdict(self._place))],
             stdout=subprocess.PIPE,
@@ -215,7 +216,7 @@ class Server:
         line = ""
         if readable:
             line = self._process.stdout.readline()
-        self.ready_seconds = time.perf_counter() - began
+        self.ready_seconds = time.perf_counter() - self._began
         ready = re.match(r"ready: (http://\S+) ", line)
         if ready is None:
             self.__exit__()
@@ -229,6 +230,15 @@ class Server:
             self._process.wait(60)
         except subprocess.TimeoutExpired:
             self._process.kill()
+
+    def wait_until_warm(self) -> float:
+        """Return the seconds from the start until no step waits for a graph capture."""
+        while True:
+            with contextlib.closing(http.client.HTTPConnection(*self._place_of(), timeout=60)) as connection:
+                connection.request("GET", "/health")
+                if json.load(connection.getresponse())["warm"]:
+                    return time.perf_counter() - self._began
+            time.sleep(0.05)
 
     def streams(self, number: int, rounds: int, seed: int = 0) -> dict[str, Any]:
         """Measure new tokens a second of `number` streams at once.

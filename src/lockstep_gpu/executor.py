@@ -11,14 +11,13 @@ results for rows that the caller then doesn't want are dropped; additional promp
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
-from lockstep.errors import CheckError, InputError, LockstepError
+from lockstep.errors import CheckError, InputError
 from lockstep.step.advance import Advance, Load, PackedTokens
 from lockstep.step.logits_pipeline import Sampler
 from lockstep.step.network import LayerAttention, Network
@@ -34,19 +33,6 @@ from lockstep_gpu.runner import EnqueuedStep, StepRunner
 from lockstep_gpu.weights import preload, replace_weights
 
 _LOADER = ThreadPoolExecutor(1, "weights")  # one load at a time has all of the bus
-
-
-def _continue(reads: Iterator[None]) -> None:
-    """Read some weights in the loader's thread, and submit the rest, so that loads come between."""
-
-    def read() -> None:
-        # A file that cannot be read is an error of the load of its checkpoint.
-        with contextlib.suppress(StopIteration, LockstepError, OSError):
-            next(reads)
-            _continue(reads)
-
-    with contextlib.suppress(RuntimeError):  # the process ends
-        _LOADER.submit(read)
 
 
 class DeviceLoad:
@@ -215,10 +201,9 @@ class GpuExecutor:
         stores = [uploads.store for uploads in self.runner.uploads[network]]
         return DeviceLoad(_LOADER.submit(replace_weights, stores, weights_json, used))
 
-    def preload(self, checkpoints: Sequence[Path]) -> None:
-        """Read weights into page-locked host memory in the background, between loads, while there is room."""
-        stores = [uploads.store for uploads in self.runner.uploads[0]]
-        _continue(preload(stores, checkpoints))
+    def preload(self, checkpoints: Sequence[Path]) -> Iterator[None]:
+        """Read weights into page-locked host memory, in parts: see `Executor.preload`."""
+        return preload([uploads.store for uploads in self.runner.uploads[0]], checkpoints)
 
     def take_adapters(
         self, arrays: Sequence[LoraArrays], max_lora_rank: int, adapter_slots: np.ndarray
@@ -352,6 +337,9 @@ class GpuExecutor:
         step.adapter_loads = self._adapter_loads()
         return step
 
-    def warm_up(self) -> None:
-        """Run all calls once: see `StepRunner.warm_up`."""
-        self.runner.warm_up(self.lengths, adapters=self._resident is not None)
+    def warm_up(self) -> Iterator[None]:
+        """Run all calls once, in parts: see `StepRunner.warm_up`."""
+        self.drop_step()
+        for _ in self.runner.warm_up(self.lengths, adapters=self._resident is not None):
+            yield
+            self.drop_step()  # of requests that ran meanwhile

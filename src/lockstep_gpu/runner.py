@@ -372,34 +372,40 @@ class StepRunner:
         logits = self._fetch_logits(rank, [calls.logits[row : row + 1] for row in logit_rows])
         return rank.fetched_verified[:count].astype(np.int64), logits
 
-    def warm_up(self, lengths: np.ndarray, adapters: bool) -> None:
+    def warm_up(self, lengths: np.ndarray, adapters: bool) -> Iterator[None]:
         """Run all calls once, so that no request waits for a graph capture or a library's first call.
 
         This captures the decode graph of each number of rows, and runs the passes of `warm_up_plans` and GEMMs of many
-        sizes. Caches don't change. Further networks run the same kernels, and are captured when they are used. lengths:
-        the tokens of all slots. adapters: with adapters, too.
+        sizes. Yields after each part, between which steps may run. Caches don't change. Further networks run the same
+        kernels, and are captured when they are used. lengths: the tokens of all slots. adapters: with adapters, too.
         """
-        self.reserve({}, lengths)
-        for rank in self.on_each_device():
-            rank.state.decode([], None, [], rank.stream)
         choices = [BlockChoice()]
         if adapters and self.ranks[0].has_base:
             choices.append(BlockChoice(adapted=True))
         drawn_choices = (False, True) if self.ranks[0].splits_logits else (False,)
+        self.reserve({}, lengths)
+        for rank in self.on_each_device():
+            rank.state.decode([], None, [], rank.stream)
         for count, choice, drawn in itertools.product(row_buckets(self.limits.num_slots), choices, drawn_choices):
             calls = self.decode_pass(count, choice, drawn)
             while calls[0].graph is None:
                 self.launch(calls)
+        self.synchronize()
+        self.check()
+        yield
         for choice in choices:
             for plan, capture in warm_up_plans(self.limits):
                 self._enqueue_packed(plan, choice, False, write=False)  # runs its parts
                 self._enqueue_packed(plan, choice, False, write=False, capture=capture)  # captures each of them
                 if capture:
                     self._enqueue_packed(plan, choice, False, write=False)  # captures all of them as one graph
+                self.synchronize()
+                self.check()
+                yield
             for rank in self.ranks:
-                rank.warm_products(choice)
-        self.synchronize()
-        self.check()
+                for _ in rank.warm_products(choice):
+                    self.synchronize()
+                    yield
 
 
 def all_uploads(networks: Sequence[Network]) -> list[Uploads]:

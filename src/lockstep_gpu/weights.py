@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import bisect
-import functools
 import itertools
 import math
 import os
 import threading
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from lockstep.errors import CheckError, truncate_list
+from lockstep.errors import CheckError, LockstepError, note, truncate_list
 from lockstep.weights import Tensors, Weights
 from lockstep_gpu import cuda
 from lockstep_gpu.device import Device
@@ -24,8 +22,7 @@ from lockstep_gpu.host_pool import HostPool
 
 PIECE_NBYTES = 32 << 20  # bytes; larger copies are no faster
 _UPLOADERS = 4
-_READERS = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "weights")  # of tensors that come into the pool
-_PRELOADED = 512 << 20  # bytes of tensors that are added at a time, for which a load may have to wait
+_PRELOADED = 128 << 20  # bytes of tensors that are added at a time, for which a request may have to wait
 _pool: HostPool | None = None
 
 
@@ -74,6 +71,10 @@ class DeviceWeights:
             stores[device] = cls(device)
         return stores[device]
 
+    def upload(self, entry: PlacedTensor, tensor: np.ndarray) -> list[Future]:
+        """Start to write a tensor, as the checkpoint has it, to its place; return the copies."""
+        return self._uploader.upload(entry.part(), _turned(tensor, entry.cast), entry.cast)
+
     def current(self) -> list[PlacedTensor]:
         """Return the tensors whose arrays are in use."""
         return [entry for entry in self.placed if entry.array() is not None]
@@ -121,20 +122,26 @@ class DeviceWeights:
             start = end
         ends = list(itertools.accumulate(tensor.size for tensor in tensors))
         for name, first, end in zip(names, (0, *ends), ends):
-            self.placed.append(PlacedTensor(weakref.ref(array), first, end, name, cast))
+            self.placed.append(PlacedTensor(weakref.ref(array), first, end, name, dtype, cast))
         return array
 
 
 @dataclass
 class PlacedTensor:
-    """A tensor in a part of a device array. digest: of its contents, None if not known."""
+    """A tensor in a part of a device array. dtype: in the checkpoint. digest: of its contents, None if not known."""
 
     array: weakref.ref[cuda.Array]
     first: int
     end: int
     name: str
+    dtype: np.dtype
     cast: WeightCast | None
     digest: str | None = None
+
+    @property
+    def key(self) -> Hashable:
+        """Return what its bytes depend on in a checkpoint."""
+        return self.name, self.cast
 
     def part(self) -> cuda.Array:
         """Return the part of the array, [size of the tensor]."""
@@ -153,12 +160,11 @@ class PlacedTensor:
 def replace_weights(stores: Sequence[DeviceWeights | None], weights_json: Path, used: cuda.Event) -> None:
     """Write the tensors of another checkpoint over those of stores, and return when they are there.
 
-    Tensors that are equal stay as they are. used: after it, no enqueued step reads the old ones.
+    Tensors that are known to be equal stay as they are. used: after it, no enqueued step reads the old ones.
 
     Raises InputError for files that have changed, and CheckError for a tensor of another dtype or size.
     """
     pool = _host_pool()
-    pool.begin_load()
     weights = Weights.open(weights_json)
     for store in stores:
         assert store is not None  # each block has weights
@@ -166,20 +172,23 @@ def replace_weights(stores: Sequence[DeviceWeights | None], weights_json: Path, 
         store.uploads.wait()
         used.wait()
         stream = cuda.Stream()
-        kept = []  # arrays that copies read
+        copies: list[Future] = []  # through page-locked buffers, of what the pool does not have
         placed = store.current()
-        find = functools.partial(_find, weights, weights_json, pool, store.device)
         try:
-            for entry, (digest, data) in zip(placed, _READERS.map(find, placed)):
-                if digest == entry.digest:
-                    continue
-                assert data is not None
-                entry.digest = None
-                stream.upload(entry.part(), data)
-                entry.digest = digest
-                kept.append(data)
+            for entry in placed:
+                pooled = pool.find(weights_json, entry.key)
+                if pooled is None:
+                    entry.digest = None
+                    copies += store.upload(entry, _checked(entry, weights, weights_json))
+                elif pooled[0] != entry.digest:
+                    entry.digest = None
+                    stream.upload(entry.part(), pooled[1])
+                    entry.digest = pooled[0]
+            for copy in copies:
+                copy.result()
             stream.synchronize()
         except BaseException:
+            wait(copies)
             stream.drain()
             for entry in placed:
                 entry.digest = None
@@ -189,20 +198,23 @@ def replace_weights(stores: Sequence[DeviceWeights | None], weights_json: Path, 
 def preload(stores: Sequence[DeviceWeights | None], checkpoints: Sequence[Path]) -> Iterator[None]:
     """Add the tensors of checkpoints to the pool of host memory while it has room; yield after some of them each."""
     pool = _host_pool()
-    for weights_json in checkpoints:
-        weights = Weights.open(weights_json)
-        for store in stores:
-            assert store is not None
-            placed = store.current()
-            while placed:
-                count = 1 + bisect.bisect(
-                    list(itertools.accumulate(entry.part().nbytes for entry in placed)), _PRELOADED
-                )
-                if not pool.has_room(sum(entry.part().nbytes for entry in placed[:count])):
+    for number, weights_json in enumerate(checkpoints):
+        nbytes = 0
+        try:
+            weights = Weights.open(weights_json)
+            for entry in itertools.chain.from_iterable(store.current() for store in stores if store is not None):
+                values = entry.values(_checked(entry, weights, weights_json))
+                if not pool.add(weights_json, entry.key, values):
+                    note(f"page-locked memory has room for {number} of {len(checkpoints)} models; others load longer")
                     return
-                list(_READERS.map(functools.partial(_find, weights, weights_json, pool, store.device), placed[:count]))
-                placed = placed[count:]
-                yield
+                nbytes += values.nbytes
+                if nbytes >= _PRELOADED:
+                    nbytes = 0
+                    yield
+            weights.drop_pages()
+        except (LockstepError, OSError):
+            pass  # its load raises it
+        yield
 
 
 def _host_pool() -> HostPool:
@@ -212,23 +224,15 @@ def _host_pool() -> HostPool:
     return _pool
 
 
-def _find(
-    weights: Weights, weights_json: Path, pool: HostPool, device: Device, entry: PlacedTensor
-) -> tuple[str, np.ndarray | None]:
-    """Return the digest of a tensor, and its bytes in host memory, unless the device has them."""
-    device.use()  # for page-locked memory
-    key = entry.name, entry.cast
-    part = entry.part()
-    digest, data = pool.find(weights_json, key, part.nbytes)
-    if digest is not None and (data is not None or digest == entry.digest):
-        return digest, data
-    values = entry.values(weights[entry.name])
-    if values.size != part.shape[0] or values.dtype != part.dtype:
+def _checked(entry: PlacedTensor, weights: Weights, weights_json: Path) -> np.ndarray:
+    """Return the tensor of a place, as the checkpoint has it. Raises CheckError for another dtype or size."""
+    tensor = weights[entry.name]
+    if tensor.size != entry.end - entry.first or tensor.dtype != entry.dtype:
         raise CheckError(
-            f"{weights_json}: tensor {entry.name!r}: expected {part.shape[0]} numbers of {part.dtype.name}, found "
-            f"{values.size} of {values.dtype.name}"
+            f"{weights_json}: tensor {entry.name!r}: expected {entry.end - entry.first} numbers of "
+            f"{entry.dtype.name}, found {tensor.size} of {tensor.dtype.name}"
         )
-    return pool.add(weights_json, key, values)
+    return tensor
 
 
 def _turned(tensor: np.ndarray, cast: WeightCast | None) -> np.ndarray:

@@ -34,9 +34,18 @@ class Checkpoint:
         self.name = name
         self.assembly_json = assembly_json
         self.weights_json = weights_json
+        self._state = _state(weights_json)
         self.weights_sha256 = content(self.weights_json)
         self.eos_token_ids = assembly.eos_token_ids
         self._vocab_size = assembly.vocab_size
+
+    def check_unchanged(self) -> None:
+        """Raise InputError for weights that were converted again since: cached prefixes are of the earlier ones."""
+        if _state(self.weights_json) != self._state and content(self.weights_json) != self.weights_sha256:
+            raise InputError(
+                f"{self.weights_json}: expected the weights of when they were opened, found others; start the server "
+                "again"
+            )
 
     @functools.cached_property
     def vocabulary(self) -> Vocabulary:
@@ -45,6 +54,19 @@ class Checkpoint:
         Raises InputError without a tokenizer that can be opened, CheckError for another one than was exported.
         """
         return Vocabulary(Tokenizer.open(self.assembly_json).pieces, self._vocab_size)
+
+
+class _FailedLoad:
+    """A load that could not begin."""
+
+    def __init__(self, error: Exception):
+        self._error = error
+
+    def done(self) -> bool:
+        return True
+
+    def finish(self) -> None:
+        raise self._error
 
 
 class Checkpoints:
@@ -90,7 +112,14 @@ class Checkpoints:
         assert self.residency is not None  # one checkpoint alone is never loaded again
         for number in self.residency.loading.keys() - self._loads.keys():
             name = self.residency.loading.pop(number)
-            self._loads[number] = name, self._executor.load(number, self.by_name[name].weights_json, self._bind)
+            checkpoint = self.by_name[name]
+            load: Load
+            try:
+                checkpoint.check_unchanged()
+                load = self._executor.load(number, checkpoint.weights_json, self._bind)
+            except (LockstepError, OSError) as error:
+                load = _FailedLoad(error)
+            self._loads[number] = name, load
 
     def finish_loads(self) -> Iterator[tuple[str, Exception]]:
         """Let steps use the networks whose weights are there; yield the checkpoints whose load failed, and why."""
@@ -104,11 +133,12 @@ class Checkpoints:
                 if self.residency is not None and self.residency.place_of.get(name) == number:
                     yield name, error
 
-    def preload(self) -> None:
-        """Read the weights of all checkpoints into host memory in the background, those first that are not bound."""
-        if self.residency is not None:
-            names = sorted(self.by_name, key=self.residency.place_of.__contains__)
-            self._executor.preload([self.by_name[name].weights_json for name in names])
+    def preload(self) -> Iterator[None]:
+        """Read the weights of all checkpoints into host memory, in parts, those first that are not bound."""
+        if self.residency is None:
+            return iter(())
+        names = sorted(self.by_name, key=self.residency.place_of.__contains__)
+        return self._executor.preload([self.by_name[name].weights_json for name in names])
 
     def load(self, network: int, weights_json: Path) -> Load:
         """Start to replace the weights of a network: for benchmarks, while no request of it runs."""
@@ -123,6 +153,12 @@ class Checkpoints:
         """Free the network of a checkpoint whose load failed; no request may hold it."""
         assert self.residency is not None
         self.residency.drop(name)
+
+
+def _state(path: Path) -> tuple[int, int, int]:
+    """Return what of a file changes with its contents, for a check without reading it."""
+    stat = path.stat()
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def check_shares(first: Path, assembly: Assembly, other: Path) -> Assembly:

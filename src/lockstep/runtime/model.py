@@ -278,8 +278,13 @@ class Model:
 
     def warm_up(self) -> None:
         """Prepare what steps need, so that no request waits for it. KV caches are unchanged."""
-        self.executor.warm_up()
-        self.checkpoints.preload()
+        for _ in self.warm_up_parts():
+            pass
+
+    def warm_up_parts(self) -> Iterator[None]:
+        """`warm_up` in parts of some ten milliseconds, between which requests may run; the first is the most useful."""
+        yield from self.executor.warm_up()
+        yield from self.checkpoints.preload()
 
     @property
     def async_scheduling(self) -> bool:

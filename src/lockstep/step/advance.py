@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -112,8 +112,8 @@ class Executor(Protocol):
     def max_verify_tokens(self) -> int:
         """Return the tokens of a step that verifies, up to which it is faster than several steps; 0: unsupported."""
 
-    def warm_up(self) -> None:
-        """Run all calls once: see `Model.warm_up`."""
+    def warm_up(self) -> Iterator[None]:
+        """Run all calls once, in parts: see `Model.warm_up_parts`."""
 
     def reset(self, slot: int) -> None:
         """Clear a slot and release its pages."""
@@ -152,8 +152,8 @@ class Executor(Protocol):
         this network after `Load.finish`.
         """
 
-    def preload(self, checkpoints: Sequence[Path]) -> None:
-        """Read weights into host memory in the background, as far as it has room, so that loads need no disk."""
+    def preload(self, checkpoints: Sequence[Path]) -> Iterator[None]:
+        """Read weights into host memory, in parts, as far as it has room, so that loads take less time."""
 
     def take_adapters(
         self, arrays: Sequence[LoraArrays], max_lora_rank: int, adapter_slots: np.ndarray

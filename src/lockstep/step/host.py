@@ -101,8 +101,9 @@ class HostExecutor:
     def load(self, network: int, weights_json: Path, bind: Callable[[Path], Network]) -> HostLoad:
         return HostLoad(self, network, _LOADER.submit(bind, weights_json))
 
-    def preload(self, checkpoints: Sequence[Path]) -> None:
+    def preload(self, checkpoints: Sequence[Path]) -> Iterator[None]:
         """Do nothing: files are mapped."""
+        return iter(())
 
     def replace(self, number: int, network: Network) -> None:
         """Put a network in the place of another one, whose bound steps are dropped."""
@@ -114,8 +115,9 @@ class HostExecutor:
         self._observer = observer
         self._steps.clear()
 
-    def warm_up(self) -> None:
+    def warm_up(self) -> Iterator[None]:
         """Do nothing: the first step of a layout costs no more than others."""
+        return iter(())
 
     def reset(self, slot: int) -> None:
         self.cache.reset(slot)

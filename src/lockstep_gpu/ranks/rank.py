@@ -285,13 +285,14 @@ class Rank:
             yield
         graph.launch(self.stream)
 
-    def warm_products(self, choice: BlockChoice) -> None:
-        """Run the GEMMs at many numbers of tokens: cuBLAS loads a kernel in the first call of a size."""
-        self.device.use()
-        blocks = self._bound_blocks(choice)
+    def warm_products(self, choice: BlockChoice) -> Iterator[None]:
+        """Run the GEMMs at many numbers of tokens, one at a time: cuBLAS loads a kernel in the first call of a size."""
         for tokens in range(_WARM_GEMM_STEP, self._limits.largest_pass + 1, _WARM_GEMM_STEP):
+            self.device.use()
+            blocks = self._bound_blocks(choice)
             for call in PrefillPass(blocks, tokens, min(tokens, self._limits.num_slots)).products():
                 call()
+            yield
 
     def _bound_blocks(self, choice: BlockChoice) -> PrefillBlocks:
         if choice not in self._prefill_blocks:

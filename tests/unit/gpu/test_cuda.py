@@ -130,6 +130,9 @@ def test_requests_are_served_as_ever(shared, gpu, tmp_path):
     together = answers([Request(prompt, 4) for prompt in prompts])
     assert list(map(len, together.values())) == [4] * 3
     assert [together[number] for number in range(3)] == [answers([Request(prompt, 4)])[0] for prompt in prompts]
+    for _ in itertools.islice(model.warm_up_parts(), 2):  # a server has requests in between
+        assert answers([Request(prompts[1], 4)])[0] == together[1]
+    assert answers([Request(prompt, 4) for prompt in prompts]) == together
 
 
 @pytest.mark.parametrize(

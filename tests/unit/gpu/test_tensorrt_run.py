@@ -653,7 +653,7 @@ def test_nothing_is_captured_or_planned_for_a_request_behind_the_warm_up(demo, o
     from lockstep_gpu import cuda
 
     pair = Both(demo, open_model, form[1], following=True)
-    pair.found.executor.warm_up()
+    pair.found.warm_up()
     captures = []
     contexts = len(gpu.profiles)
     capture = cuda.Stream.capture
