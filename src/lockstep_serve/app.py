@@ -266,6 +266,7 @@ def _health(service: Service) -> dict[str, Any]:
         "live": service.is_live,
         "ready": service.is_ready,
         "draining": service.draining,
+        "warm": service.counters.is_warm,
         "heartbeat_age": age,
         "restarts": service.restarts,
     }

@@ -1,7 +1,8 @@
 """The engine process.
 
-`python -m lockstep_serve.engine_process FD`: FD is the number of a socket to the API process. It opens the engines that
-its first frame names, and then steps while there are requests, which a thread receives and prepares.
+`python -m lockstep_serve.engine_process FD BACKEND`: FD is the number of a socket to the API process; BACKEND is loaded
+before anything is received, or "" where it is not known. The process opens the engines that its first frame names, and
+then steps while there are requests, which a thread receives and prepares.
 
 Nothing is lost if it dies: the API process has the requests and their tokens, and sends them to a new engine. Without
 the API process it ends.
@@ -16,12 +17,13 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep import processes
-from lockstep.errors import CheckError, InputError, LockstepError
+from lockstep.backends import get_backend
+from lockstep.errors import InputError, LockstepError
 from lockstep.runtime.engine import Engine
 from lockstep.runtime.grammar.compiler import Compiler
 from lockstep.runtime.model import Model, ModelOptions
@@ -34,8 +36,8 @@ from lockstep_serve.frames import Abort, Add, Counters, Failed, Load, Loaded, Re
 from lockstep_serve.log import log, start_log
 from lockstep_serve.settings import EngineOptions
 
+_DONE = object()
 TICK = 1.0  # seconds between the frames of an idle engine
-_ERRORS = {error.__name__: error for error in (InputError, CheckError)}
 
 
 def main() -> None:
@@ -47,17 +49,15 @@ def main() -> None:
     processes.share_interpreter()
     with socket.socket(fileno=int(sys.argv[1])) as end, contextlib.suppress(EOFError):
         connection = Connection(end)
+        if backend := sys.argv[2]:
+            with contextlib.suppress(LockstepError, ModuleNotFoundError):  # `_serve` raises it
+                get_backend(backend)
         try:
             _serve(connection)
         except LockstepError as error:
             _fail(connection, type(error).__name__, " ".join(str(error).split()))
         except ModuleNotFoundError as error:
             _fail(connection, "InputError", f"{sys.executable} has no Python package {error.name!r}; install it there")
-
-
-def error_of(frame: Failed) -> LockstepError:
-    """Return the error that ended a process."""
-    return _ERRORS[frame.error](frame.message)
 
 
 def _fail(connection: Connection, error: str, message: str) -> None:
@@ -69,13 +69,15 @@ def _fail(connection: Connection, error: str, message: str) -> None:
 def _serve(connection: Connection) -> None:
     options = connection.receive().options
     start_log(options.log_level)
-    engine, loader, ready = _open(options, connection.inbox.put)
+    engine, loader, ready, warm_up = _open(options, connection.inbox.put)
     processes.freeze_heap()
     connection.send(ready)
-    EngineLoop(connection, engine, loader).run()
+    EngineLoop(connection, engine, loader, warm_up).run()
 
 
-def _open(options: EngineOptions, deliver: Callable[[ReadAdapter], None]) -> tuple[Engine, AdapterLoader | None, Ready]:
+def _open(
+    options: EngineOptions, deliver: Callable[[ReadAdapter], None]
+) -> tuple[Engine, AdapterLoader | None, Ready, Iterator[None]]:
     limits = options.limits
     model = Model.open(
         Path(options.engines),
@@ -99,7 +101,8 @@ def _open(options: EngineOptions, deliver: Callable[[ReadAdapter], None]) -> tup
     speculation = None
     if options.speculative is not None:
         speculation = open_speculation(model, Speculative(**options.speculative), options.threads)
-    model.warm_up()
+    warm_up = model.warm_up_parts()
+    next(warm_up, None)
     compilers = {}
     others = {}
     for name, checkpoint in model.checkpoints.by_name.items():
@@ -144,7 +147,7 @@ def _open(options: EngineOptions, deliver: Callable[[ReadAdapter], None]) -> tup
         kv_cache_dtype=model.engines.assembly.kv_cache_dtype,
         others=others,
     )
-    return engine, loader, ready
+    return engine, loader, ready, warm_up
 
 
 def _reload_adapters(loader: AdapterLoader | None, options: EngineOptions) -> dict[str, str]:
@@ -172,10 +175,14 @@ class _Describe:
 
 
 class EngineLoop:
-    """The main loop: handle the inbox, and step."""
+    """The main loop: handle the inbox, and step; while there are no requests, prepare for more kinds of steps."""
 
-    def __init__(self, connection: Connection, engine: Engine, loader: AdapterLoader | None):
+    def __init__(
+        self, connection: Connection, engine: Engine, loader: AdapterLoader | None, warm_up: Iterator[None] = iter(())
+    ):
         self._connection = connection
+        self._warm_up = warm_up
+        self._is_warm = False
         self._engine = engine
         self._loader = loader
         self._has_warned = False
@@ -205,13 +212,25 @@ class EngineLoop:
             self.turn()
 
     def turn(self) -> None:
-        """Handle the inbox, then step if there are requests; without requests, wait for the inbox."""
-        for item in self._connection.take(0.0 if self._engine.has_work else TICK):
+        """Handle the inbox, then step if there are requests; without requests, wait for the inbox once all is warm."""
+        is_waiting = self._is_warm and not self._engine.has_work
+        for item in self._connection.take(TICK if is_waiting else 0.0):
             self._handlers[type(item)](item)
         if self._engine.has_work:
             self._step()
-        elif time.monotonic() - self._last_sent >= TICK:
+            return
+        if not self._is_warm:
+            self._is_warm = self._has_warmed_up()
+        if time.monotonic() - self._last_sent >= TICK:
             self._send_step(Step(self._counters()))
+
+    def _has_warmed_up(self) -> bool:
+        """Prepare for some more kinds of steps; return whether none are left."""
+        try:
+            return next(self._warm_up, _DONE) is _DONE
+        except LockstepError as error:
+            log.warning(f"warm-up: {error}; some steps are slow, or fail")
+            return True
 
     def _step(self) -> None:
         engine = self._engine
@@ -283,6 +302,7 @@ class EngineLoop:
         if engine.speculation is not None:
             drafts = engine.speculation.counts()
         return Counters(
+            is_warm=self._is_warm,
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
             used_pages=pool.num_pages - pool.num_available,

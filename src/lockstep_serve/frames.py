@@ -115,8 +115,12 @@ class Failed:
 
 @dataclass(frozen=True)
 class Counters:
-    """The engine's counters; those from `swaps` on only grow. drafts: `Speculation.counts`."""
+    """The engine's counters; those from `swaps` on only grow.
 
+    is_warm: no step waits for a graph capture, or a library's first call. drafts: `Speculation.counts`.
+    """
+
+    is_warm: bool = False
     running: int = 0
     waiting: int = 0
     used_pages: int = 0

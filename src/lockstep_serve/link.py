@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
-import sys
+import subprocess
 import time
 from collections.abc import Callable
 
-from lockstep.errors import CheckError
-from lockstep.processes import environment
-from lockstep_serve.engine_process import error_of
+from lockstep.errors import CheckError, InputError
 from lockstep_serve.frames import Failed, Frame, Open, Ready, packed, split, unpacked
 from lockstep_serve.settings import EngineOptions
+from lockstep_serve.spawn import EngineProcess
+
+_ERRORS = {error.__name__: error for error in (InputError, CheckError)}  # that end an engine process
 
 
 class EngineLink(asyncio.Protocol):
     """One engine process. Its frames go straight to the handler of `run`: a queue and a task would delay each step."""
 
-    def __init__(self, process: asyncio.subprocess.Process):
+    def __init__(self, process: subprocess.Popen):
         self._process = process
         self._transport: asyncio.WriteTransport
         self.last_frame = time.monotonic()
@@ -29,24 +28,17 @@ class EngineLink(asyncio.Protocol):
         self._in = bytearray()
 
     @classmethod
-    async def start(cls, options: EngineOptions, seconds: float) -> tuple[EngineLink, Ready]:
-        """Start an engine process, and return when it is ready. Raises CheckError after `seconds`, or its own error."""
-        try:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        except OSError as error:  # no free descriptor
-            raise CheckError(f"engine process: expected a socket for it, found none: {error.strerror}") from None
-        command = [sys.executable, "-m", "lockstep_serve.engine_process", str(theirs.fileno())]
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *command, pass_fds=(theirs.fileno(),), stdin=asyncio.subprocess.DEVNULL, stdout=2, env=environment()
-            )
-        except OSError as error:
-            ours.close()
-            raise CheckError(f"engine process: expected it to start, found that it cannot: {error.strerror}") from None
-        finally:
-            theirs.close()
-        link = cls(process)
-        link._transport, _ = await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=ours)
+    async def start(
+        cls, options: EngineOptions, seconds: float, engine: EngineProcess | None = None
+    ) -> tuple[EngineLink, Ready]:
+        """Open engines in a process, or a new one, and return when they are ready.
+
+        Raises CheckError after `seconds`, or its own error.
+        """
+        if engine is None:
+            engine = EngineProcess()
+        link = cls(engine.process)
+        link._transport, _ = await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=engine.end)
         try:
             link.send(Open(options))
             frame = await asyncio.wait_for(link._early.get(), seconds)
@@ -63,7 +55,7 @@ class EngineLink(asyncio.Protocol):
             raise CheckError(f"engine process: expected it to open the engines, found that it ended with code {code}")
         if isinstance(frame, Failed):
             await link.stop()
-            raise error_of(frame)
+            raise _ERRORS[frame.error](frame.message)
         assert isinstance(frame, Ready)
         return link, frame
 
@@ -114,14 +106,13 @@ class EngineLink(asyncio.Protocol):
 
     def kill(self) -> None:
         """End the process at once; `run` then ends."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        self._process.kill()
 
     async def stop(self) -> int:
         """End the process by closing its socket, then by a signal. Returns its exit code."""
         self._transport.close()
         try:
-            return await asyncio.wait_for(self._process.wait(), 2)
-        except asyncio.TimeoutError:
+            return await asyncio.to_thread(self._process.wait, 2)
+        except subprocess.TimeoutExpired:
             self.kill()
-            return await self._process.wait()
+            return await asyncio.to_thread(self._process.wait)

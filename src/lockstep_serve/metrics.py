@@ -96,34 +96,38 @@ class _EngineSeries(Collector):
 
 
 class _TokenTimes(Collector):
-    """A histogram of each token's seconds, as prometheus_client's takes a lock for each of its numbers."""
+    """Histograms of each token's seconds, as prometheus_client's take a lock for each of its numbers."""
 
-    def __init__(self, model: str, name: str, text: str):
-        self._model = model
+    def __init__(self, name: str, text: str):
         self._name = name
         self._text = text
         self._created = time.time()
-        self._counts = [0] * (len(_SECONDS) + 1)
-        self._sum = 0.0
+        self._counts: dict[str, list[int]] = {}  # by model
+        self._sums: dict[str, float] = {}
 
-    def observe(self, seconds: float) -> None:
-        self._counts[bisect_left(_SECONDS, seconds)] += 1
-        self._sum += seconds
+    def add(self, model: str) -> None:
+        self._counts[model] = [0] * (len(_SECONDS) + 1)
+        self._sums[model] = 0.0
+
+    def observe(self, model: str, seconds: float) -> None:
+        self._counts[model][bisect_left(_SECONDS, seconds)] += 1
+        self._sums[model] += seconds
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         bounds = [*map(floatToGoString, _SECONDS), "+Inf"]
-        buckets = list(zip(bounds, accumulate(map(float, self._counts))))
         family = HistogramMetricFamily(self._name, self._text, labels=["model_name"])
-        family.add_metric([self._model], buckets, self._sum)
-        family.add_sample(f"{self._name}_created", {"model_name": self._model}, self._created)
+        for model, counts in self._counts.items():
+            buckets = list(zip(bounds, accumulate(map(float, counts))))
+            family.add_metric([model], buckets, self._sums[model])
+            family.add_sample(f"{self._name}_created", {"model_name": model}, self._created)
         yield family
 
 
 class Metrics:
     """The series of one server.
 
-    read: gauges and the engine's counters by name, read at each scrape. infos: labels and a value by name, or None.
-    drafts: `Service.drafts`.
+    model: its first one, which gauges and the engine's counters are named after. read: these by name, read at each
+    scrape. infos: labels and a value by name, or None. drafts: `Service.drafts`.
     """
 
     def __init__(
@@ -135,36 +139,56 @@ class Metrics:
         prefix: str = "lockstep",
     ):
         self._prefix = prefix
-        self._model = model
         self._registry = CollectorRegistry()
         self.refused = self._make(Counter, "request_refused", "Requests that were refused because the queue was full.")
         self.prompt_tokens = self._make(Counter, "prompt_tokens", "Tokens of prompts that were admitted.")
         self.generation_tokens = self._make(Counter, "generation_tokens", "Tokens that were made.")
-        self._tool_calls = self._make(Counter, "tool_calls", "Tool calls in answers of chats.")
+        self.tool_calls = self._make(Counter, "tool_calls", "Tool calls in answers of chats.")
         malformed = "Beginnings of tool calls that could not be read, and are content."
-        self._malformed_tool_calls = self._make(Counter, "malformed_tool_calls", malformed)
-        self._success = self._make(Counter, "request_success", "Answers that ended, by reason.", ["finished_reason"])
+        self.malformed_tool_calls = self._make(Counter, "malformed_tool_calls", malformed)
+        self.success = self._make(Counter, "request_success", "Answers that ended, by reason.", ["finished_reason"])
         self.queue_time = self._histogram("request_queue_time_seconds", "From arrival to admission.")
-        self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.")
-        self._itl = _TokenTimes(model, f"{prefix}:inter_token_latency_seconds", "Between two tokens of a request.")
+        self.ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.")
+        self.itl = _TokenTimes(f"{prefix}:inter_token_latency_seconds", "Between two tokens of a request.")
         self.latency = self._histogram("e2e_request_latency_seconds", "From arrival to the end.")
         for name, text in _GAUGES.items():
-            self._make(Gauge, name, text).set_function(read[name])
-        self._registry.register(self._itl)
+            self._make(Gauge, name, text).labels(model).set_function(read[name])
+        self._registry.register(self.itl)
         self._registry.register(_EngineSeries(model, read, infos, drafts, prefix))
 
     def _make(self, kind, name, text, labels=(), **options):  # type: ignore[no-untyped-def]  # as prometheus_client does
-        series = kind(f"{self._prefix}:{name}", text, ["model_name", *labels], registry=self._registry, **options)
-        return series if labels else series.labels(self._model)
+        return kind(f"{self._prefix}:{name}", text, ["model_name", *labels], registry=self._registry, **options)
 
     def _histogram(self, name: str, text: str) -> Any:
         return self._make(Histogram, name, text, buckets=_SECONDS)
+
+    def text(self) -> bytes:
+        """Return all series, as Prometheus reads them."""
+        return generate_latest(self._registry)
+
+
+class ModelMetrics:
+    """The series of one model of a server."""
+
+    def __init__(self, server: Metrics, model: str):
+        self._model = model
+        self.refused = server.refused.labels(model)
+        self.prompt_tokens = server.prompt_tokens.labels(model)
+        self.generation_tokens = server.generation_tokens.labels(model)
+        self._tool_calls = server.tool_calls.labels(model)
+        self._malformed_tool_calls = server.malformed_tool_calls.labels(model)
+        self._success = server.success
+        self.queue_time = server.queue_time.labels(model)
+        self._ttft = server.ttft.labels(model)
+        self._itl = server.itl
+        self._itl.add(model)
+        self.latency = server.latency.labels(model)
 
     def token(self, now: float, prompt: PromptRequest) -> None:
         if prompt.last_token is None:
             self._ttft.observe(now - prompt.arrived)
         elif len(prompt.choices) == 1:  # tokens of several choices come together
-            self._itl.observe(now - prompt.last_token)
+            self._itl.observe(self._model, now - prompt.last_token)
 
     def called(self, num_calls: int, num_malformed: int) -> None:
         """Count the tool calls of an answer, and what only began like one."""
@@ -173,7 +197,3 @@ class Metrics:
 
     def finished(self, reason: str) -> None:
         self._success.labels(self._model, FINISH_REASONS.get(reason, reason)).inc()
-
-    def text(self) -> bytes:
-        """Return all series, as Prometheus reads them."""
-        return generate_latest(self._registry)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lockstep_serve.adapters import Adapters
 from lockstep_serve.chat import Chat
 from lockstep_serve.frames import Ready
-from lockstep_serve.metrics import Metrics
+from lockstep_serve.metrics import ModelMetrics
 from lockstep_serve.reasoning import reasoning_format
 from lockstep_serve.settings import ServedModelOptions
 from lockstep_serve.stream import PromptRequest, Stream
@@ -32,7 +32,7 @@ class ServedModel:
         checkpoint: str,
         chat: Chat,
         adapters: Adapters,
-        metrics: Metrics,
+        metrics: ModelMetrics,
     ):
         """Raises InputError for an unknown name of a format."""
         self.name = options.name

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from lockstep.artifacts.chat_template import ChatTemplate
 from lockstep.errors import CheckError, LockstepError
@@ -23,9 +24,10 @@ from lockstep_serve.ended_requests import Observer
 from lockstep_serve.frames import Abort, Add, Counters, Frame, Loaded, Ready, Refused, Step
 from lockstep_serve.link import EngineLink
 from lockstep_serve.log import fault_of, log
-from lockstep_serve.metrics import Infos, Metrics
+from lockstep_serve.metrics import Infos, Metrics, ModelMetrics
 from lockstep_serve.served_model import ServedModel
 from lockstep_serve.settings import ServiceOptions
+from lockstep_serve.spawn import EngineProcess
 from lockstep_serve.stream import TENANT, PromptRequest, Stream, StreamError
 
 _CRASH_WINDOW_S = 60.0  # in which a second crash of the engine fails all requests
@@ -38,10 +40,13 @@ _MAX_RETRY_AFTER_S = 60
 class Service:
     """The requests of all APIs, and the engine that runs them."""
 
-    def __init__(self, options: ServiceOptions, observers: Sequence[Observer] = ()):
+    def __init__(
+        self, options: ServiceOptions, observers: Sequence[Observer] = (), engine: EngineProcess | None = None
+    ):
         """Create the service; `start` starts its engine.
 
-        observers: called with each request that has ended. Raises InputError for an unknown name of a format.
+        observers: called with each request that has ended. engine: a process to start with. Raises InputError for an
+        unknown name of a format.
         """
         self.name = options.models[0].name
         self.limits = options.limits
@@ -61,8 +66,10 @@ class Service:
             chat = self._chat(model.chat_template)
             adapters = Adapters(model.name, None, self._is_used) if self.models else self.adapters
             checkpoint = model.name if self.models else ""
-            self.models[model.name] = ServedModel(self, model, checkpoint, chat, adapters, self.metrics)
+            metrics = ModelMetrics(self.metrics, model.name)
+            self.models[model.name] = ServedModel(self, model, checkpoint, chat, adapters, metrics)
         self.link: EngineLink | None = None
+        self._first_engine = engine
         self._restarting = False  # an engine is being started, and no attempt has failed yet
         self._numbers = itertools.count()
         self.prompts: dict[int, PromptRequest] = {}  # by their numbers in the engine process
@@ -90,10 +97,16 @@ class Service:
 
     async def start(self) -> None:
         """Start the engine, and return when it is ready. Raises LockstepError."""
-        for chat in self.chats:
-            await chat.start()
-        self.default.tokenizer.min_tokens(0)  # reads the vocabulary, or the first request would wait for it
-        await self._open()
+        opening = asyncio.create_task(self._open())
+        try:
+            await asyncio.gather(*(chat.start() for chat in self.chats))
+            # Reads the vocabulary, or the first request would wait for it.
+            await asyncio.to_thread(self.default.tokenizer.min_tokens, 0)
+            await opening
+        except BaseException:
+            opening.cancel()
+            await asyncio.gather(opening, return_exceptions=True)
+            raise
         for name, task in (("supervise", self._supervise()), ("watch", self._watch())):
             self._tasks.append(asyncio.create_task(task, name=name))
             self._tasks[-1].add_done_callback(self._task_ended)
@@ -265,13 +278,13 @@ class Service:
             raise StreamError("the server failed; its log says why", 503, "server_failed")
         if self.link is None and not self._restarting:
             raise StreamError("the engine does not start; try again", 503, "engine_starting", retry_after=1)
-        self._check_room(prompts)  # first: under overload, a refusal must be cheap
+        self._check_room(prompts, model)  # first: under overload, a refusal must be cheap
         tenant = TENANT.get()
         if tenant:  # prefixes are never shared across tenants
             for prompt in prompts:
                 salt = f"{tenant}/{prompt.request.cache_salt}"
                 prompt.request = replace(prompt.request, cache_salt=salt)
-        stream = Stream(prompts, model.tokenizer)
+        stream = Stream(prompts, model.tokenizer, model.metrics)
         self.streams.add(stream)
         for prompt in prompts:
             self._count_waiting(prompt, 1)
@@ -292,7 +305,7 @@ class Service:
                     stream.push(prompt.first + choice, "", None, None, "abort")
         self.forget(stream)
 
-    def _check_room(self, prompts: Sequence[PromptRequest]) -> None:
+    def _check_room(self, prompts: Sequence[PromptRequest], model: ServedModel) -> None:
         limits = self.limits
         num_slots = self.ready.max_batch_size
         capacity = limits.max_queue + num_slots
@@ -308,7 +321,7 @@ class Service:
             if self.tokens_per_s:
                 retry_after = max(1, round(self.backlog_tokens / self.tokens_per_s))
             retry_after = min(retry_after, _MAX_RETRY_AFTER_S)
-            self.metrics.refused.inc()
+            model.metrics.refused.inc()
             queue = f"{self.num_waiting} requests of {self.waiting_tokens} prompt tokens wait"
             limit = f"(at most {limits.max_queue} and {limits.max_queue_tokens})"
             message = f"the queue is full: {queue} {limit}; try again in {retry_after} s"
@@ -323,7 +336,9 @@ class Service:
 
     async def _open(self) -> None:
         options = replace(self.engine_options, loaded=self.adapters.to_load())
-        link, self.first_frame = await EngineLink.start(options, self.limits.start)
+        process = self._first_engine
+        self._first_engine = None
+        link, self.first_frame = await EngineLink.start(options, self.limits.start, process)
         for line in self.adapters.engine_started(link, self.first_frame):
             log.warning(line)
         self.link = link
@@ -342,7 +357,8 @@ class Service:
             self.link = None
             self._restarting = True
             self.adapters.engine_died()
-            self._earlier = Counters(**{name: self.total(name) for name in _TOTALS}, drafts=self.drafts())
+            totals: dict[str, Any] = {name: self.total(name) for name in _TOTALS}
+            self._earlier = Counters(**totals, drafts=self.drafts())
             self.counters = Counters()
             code = await dead.stop()
             if reason is None:
@@ -433,10 +449,12 @@ class Service:
             if prompt is not None and first == len(prompt.prompt_logprobs) + 1:
                 prompt.prompt_logprobs += logprobs
         num_tokens = 0
+        metrics = self.default.metrics
         for number, choice, token, finish, token_logprobs in frame.tokens:
             prompt = self.prompts.get(number)
             if prompt is None:
                 continue
+            metrics = prompt.stream.metrics  # a step is of one model
             try:
                 num_tokens += self._add_token(prompt, choice, token, finish, token_logprobs, now)
             except Exception as error:  # fails this answer only
@@ -444,7 +462,7 @@ class Service:
                 self.fail(prompt.stream, StreamError("the server failed; its log says why"))
         if num_tokens:
             self._num_measured += num_tokens
-            self.metrics.generation_tokens.inc(num_tokens)
+            metrics.generation_tokens.inc(num_tokens)
 
     def _admit(self, prompt: PromptRequest, num_cached_tokens: int, now: float) -> None:
         self._count_waiting(prompt, -1)
@@ -452,8 +470,8 @@ class Service:
         prompt.admitted = now
         prompt.num_cached_tokens = num_cached_tokens
         num_tokens = len(prompt.request.prompt_ids)
-        self.metrics.queue_time.observe(now - prompt.arrived)
-        self.metrics.prompt_tokens.inc(num_tokens)
+        prompt.stream.metrics.queue_time.observe(now - prompt.arrived)
+        prompt.stream.metrics.prompt_tokens.inc(num_tokens)
         self._num_measured += num_tokens
         prompt.stream.wake()
 
@@ -468,7 +486,7 @@ class Service:
         text = prompt.collector.add(choice, token, finish, logprobs)
         is_token = token >= 0
         if is_token:
-            self.metrics.token(now, prompt)
+            prompt.stream.metrics.token(now, prompt)
             prompt.last_token = now
             if stream.first_token is None:
                 stream.first_token = now
@@ -504,7 +522,7 @@ class Service:
         prompt.choices.remove(choice)
         self.num_running -= prompt.admitted is not None
         if reason is not None:
-            self.metrics.finished(reason)
+            prompt.stream.metrics.finished(reason)
         self.prompts.pop(prompt.resumed.pop(choice, -1), None)
         if not prompt.choices:
             self.prompts.pop(prompt.number, None)
@@ -524,7 +542,7 @@ class Service:
             if prompt.admitted is None:
                 self._count_waiting(prompt, -1)
         if not _is_refused(stream):
-            self.metrics.latency.observe(time.monotonic() - stream.began)
+            stream.metrics.latency.observe(time.monotonic() - stream.began)
 
     def fail(self, stream: Stream, error: StreamError) -> None:
         stream.fail(error)

@@ -7,12 +7,16 @@ import time
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from lockstep.runtime.completion import Choice, Collector
 from lockstep.runtime.request import Request
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.step.sampling import Logprobs
 from lockstep_serve.answer_reader import AnswerPlan
+
+if TYPE_CHECKING:
+    from lockstep_serve.metrics import ModelMetrics
 
 # Tenant of the current request; prefixes are never shared across tenants.
 TENANT: ContextVar[str] = ContextVar("tenant", default="")
@@ -89,12 +93,13 @@ class StreamError(Exception):
 class Stream:
     """The answers of one request, as an iterator of lists of deltas. Raises StreamError where they fail."""
 
-    def __init__(self, prompts: Sequence[PromptRequest], tokenizer: Tokenizer):
+    def __init__(self, prompts: Sequence[PromptRequest], tokenizer: Tokenizer, metrics: ModelMetrics):
         self.began = time.monotonic()
         self.sending_since: float | None = None  # since when a delta has waited for the client
         self.first_token: float | None = None  # its time
         self.num_prompt_tokens = sum(len(prompt.request.prompt_ids) for prompt in prompts)
         self.prompts = prompts
+        self.metrics = metrics
         self._tokenizer = tokenizer
         first = 0
         for prompt in prompts:

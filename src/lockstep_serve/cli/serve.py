@@ -217,7 +217,7 @@ def serve(
     Or several that share their engines. OpenAI's and Triton's APIs, health, metrics and a web page over HTTP; Triton's
     over gRPC, too.
 
-    Prints one line when it is ready and warm. SIGTERM or Ctrl-C: takes nothing new, finishes what runs, ends.
+    Prints one line when it is ready. SIGTERM or Ctrl-C: takes nothing new, finishes what runs, ends.
     """
     names = list(targets)
     if models is not None:

@@ -23,8 +23,9 @@ import click
 
 from lockstep.errors import InputError
 from lockstep.targets import Limits
-from lockstep_serve.protocols import protocol_plugins
+from lockstep_serve.protocols import ProtocolPlugin, protocol_plugins
 from lockstep_serve.settings import EngineOptions, ServedModelOptions, ServiceLimits, ServiceOptions
+from lockstep_serve.spawn import EngineProcess
 
 if TYPE_CHECKING:
     from lockstep.bundle.opened import Opened
@@ -98,13 +99,7 @@ def _check_engines(first: Opened, other: Opened) -> None:
 
 def run_server(places: Sequence[Opened], options: SimpleNamespace) -> None:
     """Serve opened targets or bundles until SIGTERM or Ctrl-C. Raises InputError for options that do not fit them."""
-    from lockstep.artifacts.chat_template import ChatTemplate
-    from lockstep.runtime.request import CheckpointFiles
-    from lockstep.runtime.tokenizer import Tokenizer
-    from lockstep_serve.bodies import Access
     from lockstep_serve.log import start_log
-    from lockstep_serve.run import Address, serve
-    from lockstep_serve.service import Service
 
     plugins = protocol_plugins()
     for plugin in plugins:
@@ -121,6 +116,27 @@ def run_server(places: Sequence[Opened], options: SimpleNamespace) -> None:
     prefix = options.metrics_prefix
     if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", prefix):
         raise InputError(f"--metrics-prefix: expected letters, digits and _, found {prefix!r}")
+    with EngineProcess(place.target.backend) as engine:
+        _serve(places, names, keys, options, plugins, engine)
+
+
+def _serve(
+    places: Sequence[Opened],
+    names: Sequence[str],
+    keys: Sequence[str],
+    options: SimpleNamespace,
+    plugins: Sequence[ProtocolPlugin],
+    engine: EngineProcess,
+) -> None:
+    # While the engine process starts.
+    from lockstep.artifacts.chat_template import ChatTemplate
+    from lockstep.runtime.request import CheckpointFiles
+    from lockstep.runtime.tokenizer import Tokenizer
+    from lockstep_serve.bodies import Access
+    from lockstep_serve.run import Address, serve
+    from lockstep_serve.service import Service
+
+    place = places[0]
     engine_options = EngineOptions(
         engines=str(place.engines),
         assembly=str(place.assembly),
@@ -158,8 +174,8 @@ def run_server(places: Sequence[Opened], options: SimpleNamespace) -> None:
         for name, opened in zip(names, places)
     ]
     observers = _observers(options, names[0])
-    service_options = ServiceOptions(models, engine_options, limits, prefix, adapter_root=root)
-    service = Service(service_options, [observer.add for observer in observers])
+    service_options = ServiceOptions(models, engine_options, limits, options.metrics_prefix, adapter_root=root)
+    service = Service(service_options, [observer.add for observer in observers], engine)
     if options.until_stdin_ends:
         threading.Thread(target=_end_with_stdin, daemon=True).start()
     port = options.port

@@ -1,17 +1,32 @@
-"""Several fine-tunes in one server: each answers as a server of it alone does."""
+"""Several fine-tunes in one server: each answers as a server of it alone does, whatever happens to the others."""
 
 from __future__ import annotations
 
+import gc
+import itertools
 import json
+import mmap
+import os
+import re
+import shutil
+import signal
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from demo_model import CONFIG
 from fine_tunes import make_fine_tunes
 
-from lockstep.targets import Results
+from lockstep.artifacts.weights import WeightsManifest
+from lockstep.bundle.pack import pack
+from lockstep.provenance.statements import build_key, write_statement
+from lockstep.runtime import Engine, Model, ModelOptions, Request
+from lockstep.runtime.request import CheckpointFiles
+from lockstep.stages import STAGES
+from lockstep.targets import Results, Target
 from real_server import RealServer
+from some import some
 
 MODELS = ["demo-llama", "tuned", "other"]
 TARGETS = [f"{name}/fp32/all" for name in MODELS]
@@ -39,21 +54,115 @@ def alone(tree: Path) -> dict[str, list[object]]:
     for name, target in zip(MODELS, TARGETS, strict=True):
         with RealServer(tree, target=target) as server:
             expected[name] = answers(server, name)
+    assert len({json.dumps(answer) for answer in expected.values()}) == len(MODELS)
     return expected
 
 
-@pytest.mark.parametrize("options", [(), ("--max-loaded-models", 1), ("--max-loaded-models", 2)])
-def test_each_model_answers_as_alone_whatever_the_others_do(
-    tree: Path, alone: dict[str, list[object]], options: tuple[object, ...]
-) -> None:
-    assert len({json.dumps(expected) for expected in alone.values()}) == len(MODELS)
-    with RealServer(tree, *TARGETS[1:], *options, target=TARGETS[0]) as server:
+def check_together(server: RealServer, alone: dict[str, list[object]]) -> None:
+    with ThreadPoolExecutor(6) as pool:
+        results = [(name, pool.submit(answers, server, name)) for name in 4 * MODELS]
+    for name, result in results:
+        assert result.result() == alone[name]
+    server.wait_idle()
+
+
+def test_each_model_answers_as_alone_whatever_the_others_do(tree: Path, alone: dict[str, list[object]]) -> None:
+    with RealServer(tree, *TARGETS[1:], "--max-loaded-models", 2, target=TARGETS[0]) as server:
         cards = server.get("/v1/models")["data"]
         assert [card["id"] for card in cards] == MODELS and len({card["root"] for card in cards}) == 3
-        with ThreadPoolExecutor(6) as pool:
-            results = [(name, pool.submit(answers, server, name)) for name in 4 * MODELS]
-        for name, result in results:
-            assert result.result() == alone[name]
+        check_together(server, alone)
+        metrics = server.request("GET", "/metrics")[2].decode()
+        tokens = re.findall(r'lockstep:generation_tokens_total{model_name="(.+)"} (.+)', metrics)
+        times = re.findall(r'lockstep:inter_token_latency_seconds_count{model_name="(.+)"} (.+)', metrics)
+        for series in (tokens, times):
+            assert [name for name, _ in series] == MODELS and all(float(count) > 40 for _, count in series), metrics
         status, _, body = server.request("POST", "/v1/completions", {"model": "none", "prompt": "a"})
         assert status == 404 and b"expected one of demo-llama, tuned, other, found 'none'" in body
-        server.wait_idle()
+
+
+def test_a_folder_of_bundles_is_served_after_the_targets(
+    tree: Path, alone: dict[str, list[object]], tmp_path: Path
+) -> None:
+    for name in MODELS[1:]:
+        target = Target(name, "fp32", "all", "onnxruntime")
+        config = CONFIG.model_copy(update={"models": {name: CONFIG.models["demo-llama"]}})
+        for stage in ("export", "convert", "build"):
+            job = STAGES[stage].job(config, tree, vars(target))
+            if stage != "build":
+                job = replace(job, inputs={})  # which such a tree does not have
+            write_statement(job, build_key(job))
+        pack(Results(tree), target, CONFIG.limits.plain(), tmp_path / f"{name}.tar", with_weights=True)
+    (tmp_path / "notes.txt").write_text("no bundle")
+    with RealServer(tree, "--models", tmp_path, "--max-loaded-models", 1, target=TARGETS[0]) as server:
+        assert [card["id"] for card in server.get("/v1/models")["data"]] == ["demo-llama", "other", "tuned"]
+        check_together(server, alone)
+
+
+def test_a_model_that_is_damaged_stops_no_other_and_a_dead_engine_none(
+    tree: Path, alone: dict[str, list[object]], tmp_path: Path
+) -> None:
+    copy = Results(Path(shutil.copytree(tree, tmp_path / "results")))
+    manifest_path = copy.weights("tuned", "fp32")
+    manifest = WeightsManifest.load(manifest_path)
+    path = manifest_path.parent / manifest.files[0].path
+    whole = path.read_bytes()
+
+    def error_of_tuned() -> str:
+        status, _, body = server.request("POST", "/v1/completions", {"model": "tuned", "prompt": "a"})
+        assert status == 503
+        assert answers(server, "demo-llama") == alone["demo-llama"]
+        return json.loads(body)["error"]["message"]
+
+    with RealServer(copy.root, *TARGETS[1:], "--max-loaded-models", 1, target=TARGETS[0]) as server:
+        path.unlink()
+        assert "found none; restore it or convert the checkpoint again" in error_of_tuned()
+        path.write_bytes(whole[:-4])
+        assert f"expected {len(whole)} bytes, found {len(whole) - 4}" in error_of_tuned()
+        path.write_bytes(bytes(4) + whole[4:])
+        assert "found sha256" in error_of_tuned() or "expected sha256" in error_of_tuned()
+        path.write_bytes(whole)
+        place = min(manifest.numbered)
+        moved = {**manifest.numbered, place: manifest.numbered[max(manifest.numbered)]}
+        WeightsManifest(manifest.precision, manifest.files, moved).save(manifest_path)
+        assert "expected the weights of when they were opened, found others" in error_of_tuned()
+        manifest.save(manifest_path)
+        assert answers(server, "tuned") == alone["tuned"]
+        # Killed while it loads another model, or before: its requests go to the next engine.
+        with ThreadPoolExecutor(2) as pool:
+            with server.stopped_engine():
+                pending = [(name, pool.submit(answers, server, name)) for name in MODELS[1:]]
+                server.wait_until(lambda status: status["streams"] == 2)
+                os.kill(server.engine_pid, signal.SIGKILL)
+            for name, result in pending:
+                assert result.result() == alone[name]
+
+
+@pytest.mark.parametrize("count", some([40, 1000]))
+def test_switches_leave_nothing_behind(tree: Path, count: int) -> None:
+    """One model is in memory at a time, and each two requests are of another one than those before."""
+    results = Results(tree)
+    assembly = str(results.assembly("demo-llama", "fp32"))
+    first, *others = [CheckpointFiles(name, assembly, str(results.weights(name, "fp32"))) for name in MODELS]
+    options = ModelOptions(max_batch_size=2, max_seq_len=64, threads=1, others=others, max_bound=1)
+    model = Model.open(results.engines("demo-llama", "fp32", "onnxruntime"), assembly, first.weights, options=options)
+    engine = Engine(model)
+
+    def switch(times: int) -> None:
+        for name in itertools.islice(itertools.cycle([*MODELS[1:], ""]), times):
+            assert len(list(engine.run([Request([1, 2, 3], 2, checkpoint=name)] * 2))) == 4
+
+    def held() -> tuple[int, int, int]:
+        """Return how many files are open, how many are mapped, and the bytes of memory."""
+        gc.collect()
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        maps = Path("/proc/self/maps").read_text().count(str(tree))
+        return len(os.listdir("/proc/self/fd")), maps, pages * mmap.PAGESIZE
+
+    switch(30)
+    before = held()
+    switch(count)
+    after = held()
+    assert model.checkpoints.residency is not None and model.checkpoints.residency.loads == 30 + count
+    assert after[:2] == before[:2]
+    nbytes = Path(first.weights).with_name("weights.safetensors").stat().st_size
+    assert after[2] - before[2] < count / 4 * nbytes  # a leak of each model is four times that; allocators keep some

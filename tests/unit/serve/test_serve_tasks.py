@@ -87,9 +87,9 @@ def test_another_engine_is_started_for_what_cannot_be_handled(
     async def run() -> tuple[Answer, Answer]:
         async with listening(service, tmp_path / "socket"):
             full = await answered(tmp_path / "socket")
-            owner = (
-                (link, "unpacked") if fault == "a frame that is none" else (service.metrics.generation_tokens, "inc")
-            )
+            owner = (link, "unpacked")
+            if fault != "a frame that is none":
+                owner = (service.default.metrics.generation_tokens, "inc")
             return full, await answered(tmp_path / "socket", lambda: break_once(monkeypatch, *owner))
 
     full, broken = asyncio.run(run())
@@ -103,7 +103,7 @@ def test_a_token_that_cannot_be_handled_ends_its_own_answer(
     async def run() -> list[Any]:
         async with listening(service, tmp_path / "socket"):
             full = await answered(tmp_path / "socket")
-            break_it = lambda: break_once(monkeypatch, service.metrics, "token")
+            break_it = lambda: break_once(monkeypatch, service.default.metrics, "token")
             tasks = (answered(tmp_path / "socket", break_it), answered(tmp_path / "socket"))
             return [full, *await asyncio.gather(*tasks, return_exceptions=True)]
 
