@@ -1,12 +1,13 @@
-"""The README's picture, speed compared with vLLM's, as SVG: `python -m benchmarks.chart` draws it.
+"""The README's pictures as SVG: `python -m benchmarks.chart` draws them.
 
-In: records of `batches` on one card, with Lockstep's figures and vLLM's. Out: an SVG file with colours for light and
-dark pages, without scripts or fonts.
+In: records of `batches` on one card, with Lockstep's figures and vLLM's, and one of `invariance`, if it is there. Out:
+SVG files with colours for light and dark pages, without scripts or fonts: speed in times vLLM's, and how many positions
+have the same bits alone and in batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from benchmarks.measure import read_json
 
 RECORDS = Path(__file__).resolve().parents[1] / "records" / "gpu"
 PAGE = RECORDS / "llama-3.1-8b.svg"
+BITS = RECORDS / "invariance-models.json"
 _WIDTH = 720
 _LEFT = 190  # where bars begin, after their names
 _UNIT = 400  # points of a bar as fast as vLLM
@@ -48,12 +50,8 @@ def draw() -> str:
     version = record["vllm"]["version"]
     device = record["device"]["name"].removeprefix("NVIDIA ")
     bottom = _TOP + _ROW * len(fp16)
-    box = f"0 0 {_WIDTH} {bottom + 24}"
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}" width="{_WIDTH}" role="img">',
-        f"<title>Llama-3.1-8B on one {device}: speed in times vLLM {version}'s</title>",
-        f"<style>{_STYLE}</style>",
-        f'<text x="8" y="18">Llama-3.1-8B on one {device}: times the speed of vLLM {version}</text>',
+        *_opening(f"Llama-3.1-8B on one {device}: times the speed of vLLM {version}", bottom + 24),
         f'<rect class="fp16" x="{_LEFT}" y="28" width="10" height="10"/><text x="{_LEFT + 16}" y="38">fp16</text>',
         f'<rect class="fp8" x="{_LEFT + 70}" y="28" width="10" height="10"/><text x="{_LEFT + 86}" y="38">fp8</text>',
     ]
@@ -67,6 +65,41 @@ def draw() -> str:
     return "\n".join([*lines, "</svg>", ""])
 
 
+def draw_bits(record: Mapping[str, Any]) -> str:
+    """Return the SVG text of a record of `invariance`: a bar of the positions of each model, and how many differ."""
+    models = record["models"]
+    devices = sorted({row["device"]["name"].removeprefix("NVIDIA ") for row in models.values()})
+    title = f"{record['positions']:,} positions alone and in batches on {' and '.join(devices)}: "
+    lines = _opening(title + f"{record['differing']:,} have other bits", _TOP + _ROW * len(models))
+    most = max(row["positions"] for row in models.values())
+    for number, (name, row) in enumerate(models.items()):
+        y = _TOP + _ROW * number - 16
+        width = round(_UNIT * 0.6 * row["positions"] / most)
+        lines.append(f'<text class="end" x="{_LEFT - 10}" y="{y + 12}">{name}</text>')
+        lines.append(f'<rect class="fp16" x="{_LEFT}" y="{y}" width="{width}" height="{_BAR}"/>')
+        figures = f"{row['positions']:,}, {row['differing']:,} differ"
+        lines.append(f'<text x="{_LEFT + width + 8}" y="{y + 11}">{figures}</text>')
+        about = f"{row['layers']} layers, weights {row['weights']}"
+        lines.append(f'<text class="quiet" x="{_LEFT}" y="{y + 28}">{about}</text>')
+    return "\n".join([*lines, "</svg>", ""])
+
+
+def pages() -> Iterator[tuple[Path, str]]:
+    """Yield each picture, and its text."""
+    yield PAGE, draw()
+    if BITS.is_file():
+        yield BITS.with_suffix(".svg"), draw_bits(read_json(BITS))
+
+
+def _opening(title: str, height: int) -> list[str]:
+    return [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" role="img">',
+        f"<title>{title}</title>",
+        f"<style>{_STYLE}</style>",
+        f'<text x="8" y="18">{title}</text>',
+    ]
+
+
 def _bar(name: str, y: int, times: float) -> list[str]:
     width = round(_UNIT * times)
     bar = f'<rect class="{name}" x="{_LEFT}" y="{y}" width="{width}" height="{_BAR}"/>'
@@ -74,4 +107,5 @@ def _bar(name: str, y: int, times: float) -> list[str]:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(draw(), encoding="utf-8")
+    for _path, _text in pages():
+        _path.write_text(_text, encoding="utf-8")

@@ -4,7 +4,7 @@ In: names of families (default: all). Out: for each precision of each whether it
 batch relative to transformers in fp32, and that of transformers in the same precision; whether a request alone has the
 same bits), or the stage that failed and why. Each family runs in a child process, through all stages. A run that was
 cut short can be resumed: rows that the same code wrote are kept, families without a row come first, and those whose row
-is of other code (each row has a digest of its own) come last.
+is of other code (each row has the digest of its code) come last.
 """
 
 from __future__ import annotations

@@ -221,7 +221,7 @@ def _run_schedule(model: Model, row: dict[str, Any], prompts: Sequence[np.ndarra
         expected = [alone[number] for number in numbers]
         recorded = None
         if row["schedules"] % 2:
-            recorded = [[token for token, _ in answer] for answer in expected]
+            recorded = [_tokens(answer) for answer in expected]
         for number, answer in zip(numbers, answers(model, schedule, parity == 1, room, True, recorded, expected)):
             wrong = [position for position, (_, is_same) in enumerate(answer) if is_same is False]
             missing = max(0, len(alone[number]) - len(answer))  # an answer that ended too early
@@ -232,8 +232,12 @@ def _run_schedule(model: Model, row: dict[str, Any], prompts: Sequence[np.ndarra
                 row["first"].append({**case, "room": room, "schedule": row["schedules"]})
 
 
-# By position: the token, and the logits [vocab_size] float32 where they are asked for, or whether both are as expected.
+# By position: the token, and the logits [vocab_size] float32 if the request gets them, or whether both are as expected.
 Answer = list[tuple[int, Any]]
+
+
+def _tokens(answer: Answer) -> list[int]:
+    return [token for token, _ in answer]
 
 
 def _digest(alone: Sequence[Answer]) -> str:
