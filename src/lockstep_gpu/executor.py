@@ -195,7 +195,9 @@ class GpuExecutor:
         """
         if self._in_flight is not None and self._in_flight.plan.network == network:
             self.drop_step()
-        (rank,) = self.ranks  # `GpuBackend.executor` refuses several
+        if len(self.ranks) > 1:
+            raise InputError("weights: expected a model on one GPU, found one that is split over several; restart it")
+        (rank,) = self.ranks
         used = cuda.Event()  # by steps that are enqueued, though their requests have ended
         used.record(rank.stream)
         stores = [uploads.store for uploads in self.runner.uploads[network]]

@@ -31,8 +31,10 @@ from lockstep_serve.responses import ResponsesAnswer, ResponsesBody, responses_c
 from lockstep_serve.service import Service
 from lockstep_serve.stream import StreamError
 from lockstep_serve.tokenization import DetokenizeBody, TokenizeBody, detokenize, tokenize, tokenizer_info
+from lockstep_serve.weight_updates import WeightUpdates
 
 _Body = TypeVar("_Body", bound=Struct)
+_WITHOUT_MODEL = ("/update_weights", "/ping")  # what is posted there runs while weights are replaced
 
 
 class LoadAdapterBody(Struct):
@@ -48,26 +50,38 @@ class UnloadAdapterBody(Struct):
     lora_name: str
 
 
+class UpdateWeightsBody(Struct):
+    """The body of POST /update_weights; path: of a folder, relative to that of --allow-weight-updates."""
+
+    path: str
+
+
 def application(service: Service, access: Access = Access(), protocols: Sequence[OpenProtocol] = ()) -> ASGIApp:
     """Return a service's ASGI application; protocols: of plug-ins."""
     api = _Api(service, access)
     endpoints = [*api.endpoints, *(endpoint for protocol in protocols for endpoint in protocol.endpoints)]
     api.document = openapi(endpoints, has_keys=bool(access.keys))
-    routes = [Route(entry.path, _guarded(entry, access), methods=entry.methods.split()) for entry in endpoints]
+    routes = [
+        Route(entry.path, _guarded(entry, access, service.weights), methods=entry.methods.split())
+        for entry in endpoints
+    ]
     errors = _PathErrors(protocols)
     app = Starlette(routes=routes, exception_handlers={HTTPException: errors.no_route, Exception: errors.crashed})
     app.router.redirect_slashes = False  # a client would send its key and its prompt again
     return observed(app, service.observers)
 
 
-def _guarded(endpoint: Endpoint, access: Access) -> Callable[[Request], Awaitable[Any]]:
+def _guarded(endpoint: Endpoint, access: Access, weights: WeightUpdates) -> Callable[[Request], Awaitable[Any]]:
     """Return an endpoint's handler with access checks before it, and with a response to each exception."""
     keys = [key.encode() for key in access.keys]
 
     async def handle(request: Request) -> Any:
         try:
             check_access(request, keys, access.loopback_host)
-            return await endpoint.handler(request)
+            if request.method != "POST" or endpoint.path in _WITHOUT_MODEL:
+                return await endpoint.handler(request)
+            async with weights.entered():
+                return await endpoint.handler(request)
         except StreamError as raised:
             error = raised
         except asyncio.CancelledError:  # the server ends before this request is read or tokenized
@@ -124,6 +138,7 @@ class _Api:
             Endpoint("/v1/models/{name:path}", self._model),
             Endpoint("/v1/load_lora_adapter", self._load_adapter, "POST", LoadAdapterBody),
             Endpoint("/v1/unload_lora_adapter", self._unload_adapter, "POST", UnloadAdapterBody),
+            Endpoint("/update_weights", self._update_weights, "POST", UpdateWeightsBody),
             Endpoint("/tokenize", self._tokenize, "POST", TokenizeBody),
             Endpoint("/detokenize", self._detokenize, "POST", DetokenizeBody),
             Endpoint("/tokenizer_info", self._tokenizer_info),
@@ -199,6 +214,11 @@ class _Api:
         self._service.adapters.unload(body.lora_name)
         return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.", media_type="text/plain")
 
+    async def _update_weights(self, request: Request) -> Any:
+        body = await self._body(request, UpdateWeightsBody)
+        await self._service.weights.update(body.path)
+        return json_response(_weights(self._service))
+
     async def _tokenize(self, request: Request) -> Any:
         body = await self._body(request, TokenizeBody)
         return Response(await tokenize(body, self._service.model(body.model)), media_type="application/json")
@@ -258,6 +278,17 @@ def _model_card(service: Service, name: str) -> dict[str, Any]:
     return card
 
 
+def _weights(service: Service) -> dict[str, Any]:
+    weights = service.weights
+    return {
+        "weights_version": weights.version,
+        "system_fingerprint": service.ready.identity[:12],
+        "folder": weights.folder and str(weights.folder),
+        "checked": weights.folder is None,
+        "updating": weights.updating,
+    }
+
+
 def _health(service: Service) -> dict[str, Any]:
     age = service.heartbeat_age
     if age is not None:
@@ -286,5 +317,7 @@ def _status(service: Service) -> dict[str, Any]:
         "pages": {"total": ready.num_pages, "used": counters.used_pages, "cached": counters.cached_pages},
         "streams": service.num_streams,
         "chat": service.default.chat.fault is None,
+        "weights": _weights(service),
+        "step_sizes": ready.step_sizes,
         **_health(service),
     }

@@ -22,21 +22,38 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep import processes
+from lockstep.artifacts.weights import WeightsManifest
 from lockstep.backends import get_backend
 from lockstep.errors import InputError, LockstepError
+from lockstep.manifests.digest_cache import stamp
 from lockstep.runtime.engine import Engine
 from lockstep.runtime.grammar.compiler import Compiler
 from lockstep.runtime.model import Model, ModelOptions
 from lockstep.runtime.prefix import root_key
 from lockstep.runtime.request import PreparedRequest, Request
 from lockstep.runtime.speculative import Speculative, open_speculation
+from lockstep.runtime.step_sizes import compare_step_sizes
 from lockstep_serve.adapter_loader import AdapterLoader, ReadAdapter
 from lockstep_serve.connection import Connection
-from lockstep_serve.frames import Abort, Add, Counters, Failed, Load, Loaded, Ready, Refused, Step, Unload
+from lockstep_serve.frames import (
+    Abort,
+    Add,
+    Counters,
+    Failed,
+    Load,
+    Loaded,
+    Ready,
+    Refused,
+    Step,
+    Unload,
+    UpdateWeights,
+    WeightsUpdated,
+)
 from lockstep_serve.log import log, start_log
 from lockstep_serve.settings import EngineOptions
 
 _DONE = object()
+_LOAD_POLL_S = 0.002
 TICK = 1.0  # seconds between the frames of an idle engine
 
 
@@ -121,6 +138,9 @@ def _open(
     )
     for _ in engine.run([Request([0, 0], min(2, model.max_seq_len - 1), cache_salt="warm-up")]):
         pass
+    step_sizes = compare_step_sizes(model)
+    if step_sizes.differing and model.engines.batch_invariant:
+        log.error(f"expected the same bits in steps of all sizes, found: {step_sizes}")
     pool = model.tables.pool
     scheduler = engine.scheduler
     adapters = {}
@@ -146,6 +166,7 @@ def _open(
         lost_adapters=lost,
         kv_cache_dtype=model.engines.assembly.kv_cache_dtype,
         others=others,
+        step_sizes=step_sizes.to_json(),
     )
     return engine, loader, ready, warm_up
 
@@ -194,6 +215,7 @@ class EngineLoop:
             Load: lambda frame: self._adapters.start(frame),
             Unload: lambda frame: self._adapters.adapters.remove(frame.name),
             ReadAdapter: self._add_adapter,
+            UpdateWeights: self._update_weights,
             _Describe: self._describe,
         }
 
@@ -286,6 +308,24 @@ class EngineLoop:
             self._connection.send(Loaded(read.id, read.adapter.sha256))
         except InputError as error:
             self._connection.send(Loaded(read.id, error=str(error)))
+
+    def _update_weights(self, frame: UpdateWeights) -> None:
+        """Replace the weights, and answer the frame; the API process sees meanwhile that this one lives."""
+
+        def wait() -> None:
+            time.sleep(_LOAD_POLL_S)
+            if time.monotonic() - self._last_sent >= TICK:
+                self._send_step(Step(self._counters()))
+
+        try:
+            path = Path(frame.weights)
+            for file in WeightsManifest.load(path).files:
+                if stamp(file.path) != file.sha256:
+                    raise InputError(f"{file.path}: expected it as it was, found it changed; ask again")
+            identity = self._engine.update_weights(path, wait)
+            self._connection.send(WeightsUpdated(identity))
+        except (LockstepError, OSError) as error:
+            self._connection.send(WeightsUpdated(error=str(error)))
 
     def _warn_of_speculation(self) -> None:
         """Log once that speculation is disabled."""

@@ -67,6 +67,13 @@ class Unload:
     name: str
 
 
+@dataclass(frozen=True)
+class UpdateWeights:
+    """Replace the weights by those of a manifest; no request runs. Answered by `WeightsUpdated`."""
+
+    weights: str
+
+
 # -- to the API process
 
 
@@ -75,6 +82,7 @@ class Ready:
     """The engine's limits. lost_adapters: the reason for each.
 
     identity: of the computation; eos_token_ids: both of the first checkpoint. others: those of further ones, by name.
+    step_sizes: see `StepSizes`.
     """
 
     identity: str
@@ -95,6 +103,7 @@ class Ready:
     adapters: Mapping[str, str]
     lost_adapters: Mapping[str, str]
     kv_cache_dtype: str | None = None
+    step_sizes: Mapping[str, Any] = field(default_factory=dict)
     others: Mapping[str, tuple[str, Sequence[int]]] = field(default_factory=dict)
 
     def of(self, checkpoint: str) -> Ready:
@@ -164,7 +173,15 @@ class Loaded:
     error: str | None = None
 
 
-Frame = Open | Add | Abort | Load | Unload | Ready | Failed | Step | Refused | Loaded
+@dataclass(frozen=True)
+class WeightsUpdated:
+    """The answer to `UpdateWeights`: the new identity, or the error."""
+
+    identity: str = ""
+    error: str | None = None
+
+
+Frame = Open | Add | Abort | Load | Unload | UpdateWeights | Ready | Failed | Step | Refused | Loaded | WeightsUpdated
 
 
 def _ids(data: bytes | bytearray) -> np.ndarray:
@@ -178,7 +195,7 @@ class _Pickler(pickle.Pickler):
 
 _ALLOWED: tuple[Any, ...] = (
     Open, Add, Abort, Load, Unload, Ready, Failed, Counters, Step, Refused, Loaded, EngineOptions, CheckpointFiles,
-    Request, Sampling, Grammar, Logprobs, frozenset, _ids,
+    Request, Sampling, Grammar, Logprobs, UpdateWeights, WeightsUpdated, frozenset, _ids,
 )  # fmt: skip
 _CLASSES = {(member.__module__, member.__qualname__): member for member in _ALLOWED}
 

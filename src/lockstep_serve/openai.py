@@ -34,6 +34,7 @@ class CompletionBody(Parameters, kw_only=True):
     max_tokens: int | None = 16
     logprobs: int | None = None
     echo: bool | None = False
+    forced_token_ids: Any = None  # token ids of the answer, or a list of them for each prompt
 
     def __post_init__(self) -> None:
         """Convert token ids to arrays: a long body is decoded in a thread, so this delays no other request."""
@@ -63,8 +64,9 @@ async def completion_requests(body: CompletionBody, model: ServedModel) -> list[
     await model.adapters.ensure_loaded(body.lora)
     model.adapters.resolve(body.model, body.lora)
     prompts, texts = await _prompts(body, model)
+    forced_ids = _forced_ids(body, len(prompts))
     if not body.echo:
-        return prompt_requests(body, prompts, "prompt", model)
+        return prompt_requests(body, prompts, "prompt", model, forced_ids=forced_ids)
     prompt_logprobs = body.logprobs
     if body.max_new_tokens == 0:  # only the prompt is computed, for its log-probabilities
         prompt_logprobs = body.logprobs or 0
@@ -74,12 +76,28 @@ async def completion_requests(body: CompletionBody, model: ServedModel) -> list[
             f"found {model.ready.backend}; leave out echo, or logprobs, and ask for a token",
             "echo",
         )
-    requests = prompt_requests(body, prompts, "prompt", model, prompt_logprobs)
+    requests = prompt_requests(body, prompts, "prompt", model, prompt_logprobs, forced_ids)
     for request, text in zip(requests, texts):
         if text is None:  # in a thread: a long prompt would block the event loop
             text = await asyncio.to_thread(model.tokenizer.text, request.request.prompt_ids)
         request.echo = text
     return requests
+
+
+def _forced_ids(body: CompletionBody, num_prompts: int) -> list[list[int]]:
+    """Return the given answer to each prompt; none if they are not given. Raises BadRequest."""
+    given = body.forced_token_ids
+    if given is None:
+        return []
+    answers = given if isinstance(given, list) and given and isinstance(given[0], list) else [given]
+    are_ids = all(isinstance(answer, list) and answer and set(map(type, answer)) <= {int} for answer in answers)
+    if not are_ids or len(answers) != num_prompts or body.stop:
+        raise BadRequest(
+            f"forced_token_ids: expected a list of token ids for each of {num_prompts} prompts, and no stop, found "
+            "something else",
+            "forced_token_ids",
+        )
+    return answers
 
 
 async def _prompts(body: CompletionBody, model: ServedModel) -> tuple[list[np.ndarray], list[str | None]]:

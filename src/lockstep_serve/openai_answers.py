@@ -40,6 +40,8 @@ class AnswerFormat(TokenResponse):
             "model": body.model or model.name,
             "system_fingerprint": model.ready.identity[:12],
         }
+        if model.weights_version is not None:
+            self._common["weights_version"] = model.weights_version
 
     def close(self) -> None:
         self._model.cancel(self._stream)

@@ -134,15 +134,23 @@ def longest_prompt(model: ServedModel) -> int:
 
 
 def prompt_requests(
-    body: Parameters, prompts: Sequence[np.ndarray], param: str, model: ServedModel, prompt_logprobs: int | None = None
+    body: Parameters,
+    prompts: Sequence[np.ndarray],
+    param: str,
+    model: ServedModel,
+    prompt_logprobs: int | None = None,
+    forced_ids: Sequence[list[int]] = (),
 ) -> list[PromptRequest]:
-    """Return what the engine computes for each prompt of the field `param`. Raises BadRequest."""
+    """Return what the engine computes for each prompt of the field `param`. Raises BadRequest.
+
+    forced_ids: the answer to each prompt, if all are given.
+    """
     ready = model.ready
     # A prompt with requested log-probabilities may fill the context: no token needs to follow.
     longest = ready.max_seq_len - int(prompt_logprobs is None)
     name = "max_completion_tokens" if body.max_completion_tokens is not None else "max_tokens"
     stop_ids = frozenset(body.stop_token_ids or ())
-    if not body.ignore_eos:
+    if not body.ignore_eos and not forced_ids:
         stop_ids |= frozenset(ready.eos_token_ids)
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if not all(stop):
@@ -162,6 +170,8 @@ def prompt_requests(
             max_new_tokens = body.max_new_tokens
             if max_new_tokens is None:
                 max_new_tokens = ready.max_seq_len - len(prompt)
+            if forced_ids:
+                max_new_tokens = len(forced_ids[number])
             request = Request(
                 prompt,
                 max_new_tokens,
@@ -172,6 +182,7 @@ def prompt_requests(
                 grammar=grammar,
                 prompt_logprobs=prompt_logprobs,
                 cache_salt=salt,
+                forced_ids=forced_ids[number] if forced_ids else (),
                 adapter=adapter,
                 checkpoint=model.checkpoint,
                 id=body.request_id or "",
@@ -180,7 +191,8 @@ def prompt_requests(
             expect("min_tokens", sampling.min_tokens, 0, request.max_new_tokens)
             requests.append(PromptRequest(request, tuple(stop), min_stop_tokens=sampling.min_tokens))
     except InputError as error:
-        raise bad_request(error, {"prompt_ids": param, "max_new_tokens": name}) from None
+        fields = {"prompt_ids": param, "max_new_tokens": name, "forced_ids": "forced_token_ids"}
+        raise bad_request(error, fields) from None
     return requests
 
 

@@ -191,6 +191,9 @@ class _Lifecycle:
         )
         if ready.kv_cache_dtype:
             line += f" in {ready.kv_cache_dtype}"
+        equal = ready.step_sizes["equal"]
+        if equal and not ready.step_sizes["differing"]:
+            line += f", the same bits in steps of 1 to {equal[-1]} rows"
         return "; ".join((line, *map(str, listeners)))
 
 

@@ -57,6 +57,11 @@ class ServedModel:
             self._ready = frame.of(self.checkpoint)
         return self._ready
 
+    @property
+    def weights_version(self) -> int | None:
+        """Return how often the weights were updated; None for a model whose weights stay."""
+        return self._service.weights.version if not self.checkpoint else None
+
     def submit(self, prompts: Sequence[PromptRequest]) -> Stream:
         """Queue prompts, and return the stream of their answers. Raises StreamError."""
         return self._service.submit(prompts, self)

@@ -21,7 +21,7 @@ from lockstep_serve.adapters import Adapters, one_of
 from lockstep_serve.bodies import BadRequest
 from lockstep_serve.chat import Chat
 from lockstep_serve.ended_requests import Observer
-from lockstep_serve.frames import Abort, Add, Counters, Frame, Loaded, Ready, Refused, Step
+from lockstep_serve.frames import Abort, Add, Counters, Frame, Loaded, Ready, Refused, Step, WeightsUpdated
 from lockstep_serve.link import EngineLink
 from lockstep_serve.log import fault_of, log
 from lockstep_serve.metrics import Infos, Metrics, ModelMetrics
@@ -29,6 +29,7 @@ from lockstep_serve.served_model import ServedModel
 from lockstep_serve.settings import ServiceOptions
 from lockstep_serve.spawn import EngineProcess
 from lockstep_serve.stream import TENANT, PromptRequest, Stream, StreamError
+from lockstep_serve.weight_updates import WeightUpdates
 
 _CRASH_WINDOW_S = 60.0  # in which a second crash of the engine fails all requests
 _TOTALS = ("prefix_queries", "prefix_hits", "swaps")  # counters that only grow
@@ -60,6 +61,7 @@ class Service:
         self.observers = observers
         self.engine_options = options.engine
         self.adapters = Adapters(self.name, options.adapter_root, self._is_used)
+        self.weights = WeightUpdates(self, options.weights_root)
         self.chats: list[Chat] = []
         self.models: dict[str, ServedModel] = {}
         for model in options.models:
@@ -278,6 +280,7 @@ class Service:
             raise StreamError("the server failed; its log says why", 503, "server_failed")
         if self.link is None and not self._restarting:
             raise StreamError("the engine does not start; try again", 503, "engine_starting", retry_after=1)
+        self.weights.check_queueing()
         self._check_room(prompts, model)  # first: under overload, a refusal must be cheap
         tenant = TENANT.get()
         if tenant:  # prefixes are never shared across tenants
@@ -342,6 +345,7 @@ class Service:
         for line in self.adapters.engine_started(link, self.first_frame):
             log.warning(line)
         self.link = link
+        self.weights.engine_started()
 
     async def _supervise(self) -> None:
         while True:
@@ -357,6 +361,7 @@ class Service:
             self.link = None
             self._restarting = True
             self.adapters.engine_died()
+            self.weights.engine_died()
             totals: dict[str, Any] = {name: self.total(name) for name in _TOTALS}
             self._earlier = Counters(**totals, drafts=self.drafts())
             self.counters = Counters()
@@ -425,6 +430,8 @@ class Service:
             self._handle_refusal(frame)
         elif isinstance(frame, Loaded):
             self.adapters.engine_answered(frame)
+        elif isinstance(frame, WeightsUpdated):
+            self.weights.engine_answered(frame)
 
     def _handle_refusal(self, frame: Refused) -> None:
         prompt = self.prompts.get(frame.id)

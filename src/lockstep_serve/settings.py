@@ -84,7 +84,7 @@ class ServiceOptions:
     """What a service serves, and how.
 
     models: the first one is that of requests that name none; further ones are `engine.others`, in their order.
-    adapter_root: see `Adapters`.
+    adapter_root: see `Adapters`. weights_root: see `WeightUpdates`.
     """
 
     models: Sequence[ServedModelOptions]
@@ -92,3 +92,4 @@ class ServiceOptions:
     limits: ServiceLimits = ServiceLimits()
     metrics_prefix: str = "lockstep"
     adapter_root: Path | None = None
+    weights_root: Path | None = None

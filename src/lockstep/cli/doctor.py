@@ -12,7 +12,8 @@ import click
 
 from lockstep import __version__
 from lockstep.cli.extras import EXTRAS
-from lockstep.cli.options import JSON, PATH
+from lockstep.cli.opened import complete_target, runnable
+from lockstep.cli.options import JSON, PATH, RESULTS
 from lockstep.cli.terminal import echo_json
 from lockstep.errors import is_installed, pip_install
 from lockstep.step.host_memory import total_bytes
@@ -20,6 +21,7 @@ from lockstep.targets import is_quantized
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
+    from lockstep.runtime.step_sizes import StepSizes
 
 _VERSIONS = ("snakemake", "torch", "transformers", "onnx", "onnxruntime", "openvino")
 # TensorRT has a package for each version of CUDA, which has three parts.
@@ -35,8 +37,16 @@ _COPY_NBYTES = {"gguf": 4.0, "hub": 2.0, "random": 2.0}  # of a parameter, in th
 
 @click.command()
 @click.argument("config", required=False, type=PATH, metavar="[CONFIG.yaml]")
+@click.option(
+    "--gpu",
+    "target",
+    metavar="TARGET",
+    shell_complete=complete_target,
+    help="Also open this target, on a GPU or CPU, and compare the bits of steps of all sizes.",
+)
+@RESULTS
 @JSON
-def doctor(config: Path | None, as_json: bool) -> None:
+def doctor(config: Path | None, target: str | None, results: Path, as_json: bool) -> None:
     """List the backends that build and run here.
 
     And what is missing, with its install line. With a config, also the memory, disk and time that its models need. It
@@ -45,9 +55,13 @@ def doctor(config: Path | None, as_json: bool) -> None:
     from lockstep.config.load import load
 
     facts = _machine()
+    if target is not None:
+        facts["step_sizes"] = _step_sizes(target, results)
     if config is not None:
         facts["models"] = _models(load(config), str(config))
     if as_json:
+        if target is not None:
+            facts["step_sizes"] = facts["step_sizes"].to_json()
         return echo_json(facts)
     for line in _lines(facts):
         click.echo(line)
@@ -70,6 +84,17 @@ def _machine() -> dict[str, Any]:
         "backends": _backends(),
         "missing_extras": extras,
     }
+
+
+def _step_sizes(name: str, results: Path) -> StepSizes:
+    from lockstep.runtime.model import Model, ModelOptions
+    from lockstep.runtime.step_sizes import compare_step_sizes
+
+    with runnable(name, None, results) as place:
+        options = ModelOptions(adapters_json=place.adapters)
+        model = Model.open(place.engines, place.assembly, place.weights, place.target.layers, options)
+        model.warm_up()
+        return compare_step_sizes(model)
 
 
 def _tensorrt_version() -> dict[str, str]:
@@ -156,6 +181,8 @@ def _lines(facts: dict[str, Any]) -> list[str]:
     missing_extras = [extra for extra in sorted(facts["missing_extras"]) if extra not in facts["backends"]]
     if missing_extras:
         lines.append(f"Extras not installed: {', '.join(missing_extras)}. To install one: {pip_install('NAME')}")
+    if "step_sizes" in facts:
+        lines.append(str(facts["step_sizes"]))
     for name, model in facts.get("models", {}).items():
         lines.append(model_line(name, model))
     return lines

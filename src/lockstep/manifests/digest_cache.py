@@ -15,12 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.artifacts import formats
-from lockstep.artifacts.files import check_file, read_json, sha256_file, write_json
+from lockstep.artifacts.files import check_file, read_json, sha256_file, sha256_json, write_json
 from lockstep.artifacts.places import StoredFile
 from lockstep.errors import InputError
 
 LARGE = 16 << 20  # bytes, hashed in about 10 ms: for smaller files a cache would save no noticeable time
 THREADS = min(8, os.cpu_count() or 1)
+
+
+_stamps: dict[str, tuple[dict[str, int], str]] = {}  # states and digests of files that are not hashed, by path
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,15 @@ def digest(path: str | os.PathLike, deep: bool = False) -> str:
     return sha256
 
 
+def stamp(path: str | os.PathLike) -> str:
+    """Return a digest of a file's size, inode and times: this process accepts it as the file's while these stay."""
+    path = os.path.realpath(path)
+    state = _state(path)
+    digest = sha256_json(state)
+    _stamps[path] = state, digest
+    return digest
+
+
 def remember(path: str | os.PathLike, sha256: str) -> None:
     """Keep the digest of a file that this process has just written or hashed, so that no reader need hash it."""
     path = os.path.realpath(path)
@@ -69,6 +81,7 @@ def check_files(files: Iterable[Expected], remedy: str) -> None:
     files = list(files)
     for file in files:
         check_size(file.path, file.size, remedy)
+    files = [file for file in files if not _is_stamped(file)]
     with ThreadPoolExecutor(THREADS) as pool:  # hashlib lets go of the interpreter lock
         digests = list(pool.map(lambda file: digest(file.path), files))
     for file, sha256 in zip(files, digests):
@@ -77,6 +90,11 @@ def check_files(files: Iterable[Expected], remedy: str) -> None:
                 f"{file.path}: expected sha256 {file.sha256}, found {sha256}: the file has "
                 f"changed; restore it or {remedy}"
             )
+
+
+def _is_stamped(file: Expected) -> bool:
+    path = os.path.realpath(file.path)
+    return path in _stamps and _stamps[path] == (_state(path), file.sha256)
 
 
 def check_stored(files: Iterable[StoredFile], folder: Path, remedy: str) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lockstep.runtime.bad_words import BadWordFilter
-from lockstep.runtime.grammar.matcher import Matcher
+from lockstep.runtime.grammar.matcher import ForcedTokens, Matcher
 from lockstep.runtime.request import Request, Token
 from lockstep.runtime.scheduler import Scheduled
 from lockstep.step.logits_pipeline import Masks, Row, Sampler
@@ -36,7 +36,7 @@ class ActiveChoice:
     answer: list[int] = field(default_factory=list)
     sampling_slot: int = -1
     replayed: deque[int] = field(default_factory=deque)
-    matcher: Matcher | None = None
+    matcher: Matcher | ForcedTokens | None = None
     bad_words: BadWordFilter | None = None
     prompt_logprobs: int | None = None
     masked_ends: bool | None = None
@@ -51,13 +51,15 @@ class ActiveChoice:
         request = self.request
         if request.choose or (self.scheduled.siblings and request.sampling.temperature):
             return True
-        return not device_processes and bool(request.grammar or request.sampling.needs_logits)
+        return not device_processes and bool(self.matcher or request.grammar or request.sampling.needs_logits)
 
     @property
     def mask_needs_answer(self) -> bool:
         """Return whether the tokens that may come next depend on those before, besides their number."""
         sequences = self.request.sampling.bad_sequences
-        return bool(self.request.grammar or self.bad_words or any(len(sequence) > 1 for sequence in sequences))
+        return bool(
+            self.matcher or self.request.grammar or self.bad_words or any(len(sequence) > 1 for sequence in sequences)
+        )
 
     def forget_slot(self) -> None:
         """Note that the device has no parameters and masks of this choice: they were of another slot, or are old."""

@@ -7,6 +7,7 @@ network of the checkpoint that is unused for longest: its weights are loaded whi
 
 from __future__ import annotations
 
+import copy
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -132,6 +133,31 @@ class Checkpoints:
             except (LockstepError, OSError) as error:
                 if self.residency is not None and self.residency.place_of.get(name) == number:
                     yield name, error
+
+    def update(self, name: str, weights_json: Path, waiting: Callable[[], None]) -> None:
+        """Replace the weights of a checkpoint that no request uses; the old ones stay where the new ones fail.
+
+        waiting: called again and again until they are there.
+        """
+        old = self[name]
+        network = 0 if self.residency is None else self.residency.place_of.get(name)
+        new = copy.copy(old)
+        new.weights_json = weights_json
+        new.weights_sha256 = content(weights_json)
+        for number, (loading, load) in [*self._loads.items()]:
+            if loading == name:
+                load.finish()
+                del self._loads[number]
+        if network is not None:
+            load = self.load(network, weights_json)
+            try:
+                while not load.done():
+                    waiting()
+                load.finish()
+            except BaseException:
+                self.load(network, old.weights_json).finish()
+                raise
+        self.by_name[name] = new
 
     def preload(self) -> Iterator[None]:
         """Read the weights of all checkpoints into host memory, in parts, those first that are not bound."""

@@ -77,6 +77,8 @@ def check_ranges(
     expect_tokens("logit_bias", request.sampling.logit_bias, sizes.vocab_size)
     for tokens in request.sampling.bad_sequences:
         expect_tokens("bad_words", tokens, sizes.vocab_size)
+    if request.forced_ids:
+        check_forced(request, sizes)
     expect("n", request.n, 1, sizes.max_batch_size, CHOICES)
     expect("choice", request.choice, 0, (1 << 64) - request.n)
     expect("priority", request.priority, -_PRIORITY, _PRIORITY - 1)
@@ -90,6 +92,18 @@ def check_ranges(
         raise InputError(f"max_new_tokens: expected at least {minimum}, found {request.max_new_tokens}")
 
 
+def check_forced(request: Request, sizes: Sizes) -> None:
+    """Raise InputError for a given answer that is not valid."""
+    expect_tokens("forced_ids", request.forced_ids, sizes.vocab_size)
+    if len(request.forced_ids) != request.max_new_tokens:
+        raise InputError(
+            f"forced_ids: expected max_new_tokens ({request.max_new_tokens}) token ids, found {len(request.forced_ids)}"
+        )
+    for name, is_there in (("grammar", request.grammar), ("choose", request.choose), ("stop_ids", request.stop_ids)):
+        if is_there:
+            raise InputError(f"{name}: expected none together with forced_ids, the whole answer; leave it out")
+
+
 def check_request(request: Request, model: Model, max_prompt_len: int, has_grammars: bool) -> Request:
     """Check a request; return it with prompt_ids as an array, int32 [num_tokens], and answer_ids as a list.
 
@@ -99,6 +113,7 @@ def check_request(request: Request, model: Model, max_prompt_len: int, has_gramm
         _index(name, getattr(request, name))
     prompt = _token_ids("prompt_ids", request.prompt_ids)
     answer = _token_ids("answer_ids", request.answer_ids)
+    request = replace(request, forced_ids=_token_ids("forced_ids", request.forced_ids).tolist())
     check_ranges(request, model, max_prompt_len, prompt=prompt)
     expect_tokens("answer_ids", answer, model.vocab_size)
     if request.prompt_logprobs is not None:

@@ -12,20 +12,21 @@ import itertools
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lockstep.errors import InputError
+from lockstep.errors import CheckError, InputError
 from lockstep.runtime.active_choice import ActiveChoice
 from lockstep.runtime.bad_words import BadWordFilter
 from lockstep.runtime.checks import check_request
 from lockstep.runtime.completion import Collector, Completion
 from lockstep.runtime.drafts import Speculation
-from lockstep.runtime.grammar.matcher import GrammarCompiler
+from lockstep.runtime.grammar.matcher import ForcedTokens, GrammarCompiler
 from lockstep.runtime.model import Model, fitting_chunk_size
 from lockstep.runtime.prefix import chunk_keys, root_key
-from lockstep.runtime.request import PreparedRequest, Request, Speed, Token
+from lockstep.runtime.request import NOT_FINITE, PreparedRequest, Request, Speed, Token
 from lockstep.runtime.scheduler import Admission, Scheduled, Scheduler, SchedulerOptions, SchedulerOutput, Status
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.step.advance import PREVIOUS_TOKEN, Advance
@@ -205,6 +206,18 @@ class Engine:
             filters.append(word_filter)
         return filters
 
+    def update_weights(self, weights_json: Path, waiting: Callable[[], None] = lambda: None) -> str:
+        """Replace the weights of the first checkpoint, and return the model's new identity.
+
+        Cached prefixes of the old weights are not reused. waiting: called again and again until the new ones are there.
+        Raises InputError while there are requests.
+        """
+        if self.has_work:
+            raise InputError("update_weights: expected an engine without requests, found some; step until they ended")
+        self._model.checkpoints.update("", weights_json, waiting)
+        self.root_key.cache_clear()
+        return root_key(self._model).hex()
+
     def describe(self) -> Iterator[str]:
         """Yield a line about the engine, and one about each choice that has not ended."""
         scheduler = self._scheduler
@@ -264,6 +277,9 @@ class Engine:
                 replayed=replayed,
                 bad_words=word_filter,
             )
+            if request.forced_ids:
+                rest = request.forced_ids[len(request.answer_ids) :]
+                self.choices[scheduled].matcher = ForcedTokens(rest, self._model.vocab_size)
         self.choices[choices[0]].prompt_logprobs = request.prompt_logprobs
         if request.grammar is not None:
             self._compiling[index] = [self.choices[scheduled] for scheduled in choices]
@@ -381,6 +397,28 @@ class Engine:
         finally:
             self.close()
         return [collector.completion for collector in collectors]
+
+    def score(
+        self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], logprobs: int = 0
+    ) -> list[list[Logprobs]]:
+        """Return the log-probability of each token of given answers, with the bits that decoding it gives.
+
+        logprobs: how many of the likeliest tokens to list besides.
+
+        Raises InputError as `generate` does, and CheckError for logits that are not finite.
+        """
+        if self.has_work:
+            raise InputError("score: expected an engine without requests, found some; step until they have ended")
+        sampling = Sampling(logprobs=logprobs)
+        requests = []
+        for prompt, answer in zip(prompts, answers, strict=True):
+            requests.append(Request(prompt, len(answer), sampling=sampling, forced_ids=answer))
+        scores: dict[int, list[Logprobs]] = {number: [] for number in self.add_all(requests)}
+        for token in self.run():
+            if token.logprobs is None:
+                raise CheckError(NOT_FINITE)
+            scores[token.request].append(token.logprobs)
+        return list(scores.values())
 
     def step(self) -> list[Token]:
         """Run one step and return its new tokens.

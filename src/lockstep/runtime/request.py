@@ -32,6 +32,8 @@ class Request:
     cache_salt: prefixes are shared only between requests of the same salt.
     answer_ids: tokens returned before an interruption. They are recomputed one a step, as they were, and new ones
         follow.
+    forced_ids: the answer, max_new_tokens token ids, computed as if the model had chosen each (teacher forcing): its
+        log-probabilities have the bits that they had when it did. No end token ends it.
     grammar: constrains each choice, which ends where the grammar allows no further token.
     prompt_logprobs: return log-probabilities of the prompt's tokens, and of this many top tokens
         (`Engine.prompt_logprobs`); max_new_tokens may then be 0.
@@ -49,6 +51,7 @@ class Request:
     cache_salt: str = ""
     answer_ids: Sequence[int] = ()
     choice: int = 0
+    forced_ids: Sequence[int] = ()
     grammar: Grammar | None = None
     prompt_logprobs: int | None = None
     adapter: str | None = None

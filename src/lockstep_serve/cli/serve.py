@@ -59,7 +59,7 @@ class _Serve(GroupedCommand):
         "Where it listens": "host port unix api-key-file until-stdin-ends",
         "Sizes and scheduling": "max-model-len max-num-seqs kv-bytes chunk-size long-prefill-token-threshold admission "
         "no-prefix-caching threads speculative tensor-parallel max-loaded-models",
-        "What requests may do": "served-model-name models allow-adapter-loading tool-call-parser "
+        "What requests may do": "served-model-name models allow-adapter-loading allow-weight-updates tool-call-parser "
         "reasoning-parser max-queue max-queue-tokens queue-timeout grammar-timeout max-body body-timeout slow-reader",
         "Operation": "drain stall metrics-prefix log-level request-log otlp-traces-endpoint",
         **{plugin.title: _option_names(plugin) for plugin in protocol_plugins()},
@@ -86,6 +86,12 @@ class _Serve(GroupedCommand):
     metavar="FOLDER",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
     help="Let requests name folders in it as adapters, which are checked and loaded on first use.  [default: none]",
+)
+@click.option(
+    "--allow-weight-updates",
+    metavar="FOLDER",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Let POST /update_weights replace the weights by those of a folder in it, unchecked.  [default: none]",
 )
 @click.option(
     "--served-model-name",

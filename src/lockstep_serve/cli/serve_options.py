@@ -161,6 +161,8 @@ def _serve(
     )
     if (root := options.allow_adapter_loading) is not None:
         _check_adapter_loading(place)
+    if options.allow_weight_updates is not None and place.adapters is not None:
+        raise InputError(f"--allow-weight-updates: expected a model without adapters, found {place.target} with some")
     fields = ("max_queue", "max_queue_tokens", "queue_timeout", "stall", "slow_reader")
     limits = ServiceLimits(**{field: getattr(options, field) for field in fields})
     models = [
@@ -175,6 +177,7 @@ def _serve(
     ]
     observers = _observers(options, names[0])
     service_options = ServiceOptions(models, engine_options, limits, options.metrics_prefix, adapter_root=root)
+    service_options = replace(service_options, weights_root=options.allow_weight_updates)
     service = Service(service_options, [observer.add for observer in observers], engine)
     if options.until_stdin_ends:
         threading.Thread(target=_end_with_stdin, daemon=True).start()

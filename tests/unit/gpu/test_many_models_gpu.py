@@ -15,9 +15,12 @@ import fake_gpu
 from lockstep.artifacts.files import read_json
 from lockstep.backends import build
 from lockstep.errors import InputError
-from lockstep.runtime import Engine, Model, ModelOptions, Request
+from lockstep.runtime import Engine, Model, ModelOptions, Request, Sampling
 from lockstep.runtime.request import CheckpointFiles
+from lockstep.runtime.step_sizes import compare_step_sizes
+from lockstep.step.sampling import Logprobs
 from lockstep.targets import Results
+from lockstep.weights.replacement import write_manifest
 
 SIZES = {name: getattr(LIMITS, name) for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
 NAMES = ["tuned", "other", "third"]
@@ -70,6 +73,30 @@ def test_each_checkpoint_answers_as_alone(results: Results, gpu: fake_gpu.Gpu, t
     if max_bound:
         assert model.checkpoints.residency is not None and model.checkpoints.residency.loads > 3
     assert model.checkpoints.residency is not None and (model.checkpoints.residency.places == -1).all()
+
+
+def test_weights_of_a_folder_take_the_place_of_others_and_given_answers_have_their_bits(
+    results: Results, gpu: fake_gpu.Gpu, tmp_path: Path
+) -> None:
+    tuned = open_model(results, tmp_path, "tuned")
+    assert compare_step_sizes(tuned, 100).equal == (1, 2, 4)
+    expected = answers(tuned, [""])[""]
+    model = open_model(results, tmp_path, "demo-llama")
+    assert answers(model, [""])[""] != expected
+    engine = Engine(model)
+    before = engine.root_key("", None, "")
+    write_manifest(results.weights("tuned", "fp16").parent, results.weights("demo-llama", "fp16"), tmp_path / "w.json")
+    identity = engine.update_weights(tmp_path / "w.json")
+    assert identity == engine.root_key("", None, "").hex() != before.hex()
+    prompts = [np.random.default_rng(seed).integers(0, 768, length).tolist() for seed, length in enumerate((70, 5, 33))]
+    assert answers(model, [""])[""] == expected
+    requests = [Request(prompt, 20, sampling=Sampling(1.2, seed=3, logprobs=1)) for prompt in prompts]
+    tokens: list[list[int]] = [[] for _ in requests]
+    logprobs: list[list[Logprobs | None]] = [[] for _ in requests]
+    for token in engine.run(requests):
+        tokens[token.request].append(token.token)
+        logprobs[token.request].append(token.logprobs)
+    assert engine.score(prompts, tokens, 1) == logprobs == Engine(tuned).score(prompts, tokens, 1)
 
 
 def test_equal_tensors_are_in_host_memory_once_and_are_not_copied(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,13 +29,15 @@ from lockstep.export import parity
 from lockstep.export.lora import linear_layers, with_adapters
 from lockstep.export.reference_runner import PackedRequest, ReferenceRunner
 from lockstep.export.torch_model import cut_config, load_folder
-from lockstep.runtime import Decoding, Engine, Model, Request, Sampling, scheduler
+from lockstep.runtime import Decoding, Engine, Model, Request, Sampling, Speculation, scheduler
 from lockstep.runtime.prefix import root_key
 from lockstep.stages import STAGES, jobs
 from lockstep.step.advance import Advance
 from lockstep.step.residency import Residency
+from lockstep.step.sampling import Logprobs
 from lockstep.targets import Results, Target
 from lockstep.verify.golden.adapted import check
+from lockstep.verify.golden.drafted import RecordedDrafter
 from lockstep.verify.golden.model import adapted
 from lockstep.verify.golden.reference import make_reference
 from lockstep.verify.golden.terms import GoldenTerms
@@ -169,6 +171,41 @@ def test_a_reused_prefix_a_fork_and_a_swap_keep_the_adapters_bits(
         assert engine.prefix_hits == again * 64 * 4
         for number, name in enumerate(names):
             assert [hits[number, 0], hits[number, 1]] == alone[name] == [actual[number, 0], actual[number, 1]]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_drafts_swaps_and_reused_prefixes_together_keep_the_bits_of_log_probabilities(
+    lora: Results, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    """Of requests with adapters, of which three take turns in two slots, and of their answers when these are given."""
+    monkeypatch.setattr(scheduler, "LOOKAHEAD", 16)
+    prompt = np.random.default_rng(1).integers(0, 768, 70)
+    requests = []
+    for number, name in enumerate(["captain", "random", "shakespeare", None, "captain", "random"]):
+        sampling = Sampling(0.9, seed=number, logprobs=1)
+        requests.append(Request(prompt, 70, sampling=sampling, adapter=name))
+    roomy = opened(lora, precision, chunk_size=64)
+
+    def results(engine: Engine, requests: Sequence[Request]) -> list[list[tuple[int, Logprobs | None]]]:
+        answers: list[list[tuple[int, Logprobs | None]]] = [[] for _ in requests]
+        for token in engine.run(requests):
+            answers[token.request].append((token.token, token.logprobs))
+        engine.scheduler.check()
+        return answers
+
+    alone = [results(Engine(roomy, prefix_caching=False), [request])[0] for request in requests]
+    tokens = [[token for token, _ in answer] for answer in alone]
+    tight = opened(lora, precision, chunk_size=64, kv_bytes=9 * roomy.tables.pool.page_nbytes)
+    drafter = RecordedDrafter({(number, 0): answer for number, answer in enumerate(tokens)}, 3)
+    given = [replace(request, forced_ids=answer) for request, answer in zip(requests, tokens)]
+    hits = []
+    for model, wanted in ((tight, requests), (tight, given), (roomy, given), (roomy, requests)):
+        speculation = Speculation(drafter, 4)
+        engine = Engine(model, admission="optimistic", speculation=speculation)
+        assert results(engine, wanted) == alone
+        assert speculation.counts()[0] and (model is roomy or engine.scheduler.num_swaps)
+        hits.append(engine.prefix_hits)
+    assert hits[-1]
 
 
 class AdaptedRunner(ReferenceRunner):

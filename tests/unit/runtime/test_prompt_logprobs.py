@@ -99,6 +99,40 @@ def test_a_prefix_in_the_cache_spares_nothing_and_none_is_left_there(model: Mode
     assert list(tokens.values()) == [[-1]] and len(*actual.values()) == len(prompt) - 1
 
 
+@pytest.mark.parametrize("count", [600, pytest.param(100_000, marks=pytest.mark.long)])
+def test_given_answers_have_the_bits_that_decoding_gave(model: Model, count: int) -> None:
+    """In company while they were sampled; together, in another order and with other cuts, and alone when given."""
+    lengths = np.random.default_rng(0).integers(1, 120, count // 100)
+    prompts = [ids(length, number) for number, length in enumerate(lengths)]
+    requests = []
+    for number, prompt in enumerate(prompts):
+        requests.append(Request(prompt, 100, sampling=Sampling(1.5, seed=number, top_p=0.9, logprobs=number % 3)))
+    answers: list[list[int]] = [[] for _ in requests]
+    decoded: list[list[Logprobs | None]] = [[] for _ in requests]
+    for token in Engine(model).run(requests):
+        answers[token.request].append(token.token)
+        decoded[token.request].append(token.logprobs)
+    assert sum(map(len, answers)) == count
+    scored = Engine(model, max_num_tokens=68).score(prompts[::-1], answers[::-1], 2)[::-1]
+    for number, (given, expected) in enumerate(zip(scored, decoded, strict=True)):
+        assert [Logprobs(entry.chosen, entry.top[: number % 3]) for entry in given] == expected
+    for number in range(3):
+        alone = Engine(model, prefix_caching=False).score([prompts[number]], [answers[number]], 2)
+        assert alone == [scored[number]]
+
+
+def test_a_given_answer_that_cannot_be_is_refused(model: Model) -> None:
+    engine = Engine(model)
+    with pytest.raises(InputError, match="^prompt 1: forced_ids: expected token ids 0 to 767, found 768$"):
+        engine.score([[1, 2]], [[768]])
+    with pytest.raises(InputError, match=r"^forced_ids: expected max_new_tokens \(3\) token ids, found 2$"):
+        engine.add(Request([1], 3, forced_ids=[1, 2]))
+    with pytest.raises(InputError, match="^stop_ids: expected none together with forced_ids"):
+        engine.add(Request([1], 1, forced_ids=[1], stop_ids=frozenset([2])))
+    with pytest.raises(InputError, match="^prompt 1: max_new_tokens: expected at least 1, found 0$"):
+        engine.score([[1]], [[]])
+
+
 def test_values_that_cannot_be_are_refused(model: Model) -> None:
     with pytest.raises(InputError, match="^prompt_logprobs: expected 0 to 20, found 21$"):
         Engine(model).add(Request([1, 2], 1, prompt_logprobs=21))
@@ -130,6 +164,20 @@ def streamed(server: RealServer, prompt: Any, max_tokens: int, **options: Any) -
                     joined["logprobs"].setdefault(name, []).extend(values)
     assert events.done
     return joined
+
+
+def test_a_server_gives_the_log_probabilities_of_given_answers(server: RealServer) -> None:
+    prompts = [ids(9), ids(70, 1)]
+    given: dict[str, Any] = {"logprobs": 2, "return_token_ids": True}
+    decoded = server.complete(prompts, 20, seed=7, ignore_eos=True, **given)["choices"]
+    answers = [choice["token_ids"] for choice in decoded]
+    assert server.complete(prompts, 1, temperature=0.0, forced_token_ids=answers, **given)["choices"] == decoded
+    body = {"model": "demo-llama", "prompt": prompts, "forced_token_ids": answers[0]}
+    for changed in ({}, {"prompt": prompts[0], "stop": "a"}, {"prompt": prompts[0], "forced_token_ids": [True]}):
+        status, _, answer = server.request("POST", "/v1/completions", {**body, **changed})
+        assert status == 400 and b"forced_token_ids: expected a list of token ids for each" in answer
+    status, _, answer = server.request("POST", "/v1/completions", {**body, "forced_token_ids": [[1], [768]]})
+    assert status == 400 and b"forced_token_ids: expected token ids 0 to 767, found 768" in answer
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 20])

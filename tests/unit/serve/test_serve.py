@@ -29,6 +29,9 @@ def test_says_where_it_is_and_what_it_serves(server: RealServer) -> None:
     status = server.get("/status")
     assert status["identity"][:12] in server.line and "demo-llama" in server.line
     assert "127.0.0.1" in server.url and status["limits"]["max_seq_len"] == 256
+    sizes = status["step_sizes"]
+    assert sizes["equal"][-1] == status["limits"]["max_batch_size"] and not sizes["differing"] + len(sizes["untried"])
+    assert f", the same bits in steps of 1 to {sizes['equal'][-1]} rows" in server.line
 
 
 def test_a_stream_adds_up_to_the_whole_answer(server: RealServer) -> None:

@@ -75,6 +75,29 @@ class Matcher:
             self._coming = None
 
 
+class ForcedTokens:
+    """A matcher that allows one token at a time: those of an answer that is known."""
+
+    def __init__(self, tokens: Sequence[int], vocab_size: int):
+        self._tokens = iter(tokens)
+        self._allowed = np.zeros(vocab_size, bool)
+        self._token = -1
+        self.consume(-1)
+
+    def allowed(self, end_ids: Collection[int]) -> np.ndarray | None:
+        """Return which token comes next, [vocab_size] bool; None after the last one."""
+        if self._token < 0:
+            return None
+        allowed = self._allowed.copy()
+        allowed[self._token] = True
+        return allowed
+
+    def consume(self, token: int) -> End | None:
+        """Go on to the next token."""
+        self._token = next(self._tokens, -1)
+        return None
+
+
 class GrammarCompiler(Protocol):
     """Compiles the grammars of an engine's requests: `compiler.Compiler`.
 
