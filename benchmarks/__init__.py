@@ -57,7 +57,7 @@ INSIDE = {
     "artifacts.certificate": "the questions",
     "certify.client": "what an endpoint answers",
     "certify.likelihood": "whether answers are an alarm",
-    "certify.run": "the same",
+    "certify.answers": "the same",
     "verify.golden.model": "transformers' model to plant faults in",
     "verify.golden.teacher_forced": "its logits",
     # `models` and `gpu`

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from benchmarks import options
 from benchmarks.measure import deliver, surroundings
 from lockstep.artifacts.certificate import Hypotheses, Question
 from lockstep.artifacts.files import write_bytes
-from lockstep.certify.client import Endpoint, Reply
-from lockstep.certify.likelihood import PUBLISHED, alarms, log_likelihoods, members, penalised
-from lockstep.certify.run import as_answers, read_tables
+from lockstep.certify.answers import as_answers, read_tables
+from lockstep.certify.client import Endpoint, Form, Token
+from lockstep.certify.likelihood import PUBLISHED, Member, Tables, alarms, log_likelihoods, members, penalised
 
 DRAWN = "drawn at temperature 1"
 PENALTY = "a repetition penalty of 1.2"
@@ -34,6 +35,25 @@ OPTIONS = (
     options.number("--draws", DRAWS, "Resamplings for false alarms.", maximum=1_000_000),
     options.WRITE,
 )
+HEADER = f"""\
+# What `lockstep certify` sees
+
+`python -m benchmarks certify --write records`: recorded answers of the demo, drawn again,
+{REQUESTS} each time ([JSON](bench/certify.json)). Alarms of endpoints as published are false;
+"bound" is the upper 95 % bound of their rate.
+
+| endpoint | fault | log-probabilities | alarms | bound | median requests |
+|---|---|---:|---:|---:|---:|
+"""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The answers of an endpoint to all questions. fault: "" for none."""
+
+    endpoint: str
+    fault: str
+    tokens: Sequence[Token]
 
 
 def main(model: str, endpoint: Sequence[str], draws: int, write: Path | None) -> None:
@@ -41,66 +61,91 @@ def main(model: str, endpoint: Sequence[str], draws: int, write: Path | None) ->
     path = Path(model) / "hypotheses" / "all.json"
     hypotheses = Hypotheses.load(path)
     tables = read_tables(path, hypotheses)
-    questions = hypotheses.questions
-    own = members(tables)
+    all_members = members(tables)
     rows = []
-    for name, fault, replies in _recorded(Path(model), questions, endpoint):
+    for recording in recordings(Path(model), hypotheses.questions, endpoint):
+        count = POWER_DRAWS if recording.fault else draws
         for listed in LISTED:
-            cut = [_cut(reply, listed) for reply in replies]
-            likelihoods = log_likelihoods(own, as_answers(questions, cut, tables))
-            count = POWER_DRAWS if fault else draws
-            first = alarms(own, likelihoods, REQUESTS, count)
-            number = int(np.sum(first > 0))
-            rows.append(
-                {"endpoint": name, "fault": fault, "listed": listed, "draws": count, "alarms": number,
-                 "upper": None if fault else upper_bound(number, count),
-                 "median_requests": float(np.median(first[first > 0])) if number else None}
-            )  # fmt: skip
-            print(
-                f"{name:<24} {fault or PUBLISHED:<30} {listed:>3} {number:>6} of {count}", file=sys.stderr, flush=True
-            )
+            row = measure(recording, listed, count, hypotheses.questions, tables, all_members)
+            print(markdown(row), file=sys.stderr, end="", flush=True)
+            rows.append(row)
     if write is not None:
         write_bytes(write / "certify.md", page(rows).encode())
     where = surroundings("torch", "transformers")
     deliver({"benchmark": "certify", **where, "model": Path(model).name, "requests": REQUESTS, "rows": rows}, write)
 
 
-def _recorded(
-    model: Path, questions: Sequence[Question], endpoints: Sequence[str]
-) -> Iterator[tuple[str, str, list[Reply]]]:
-    """Yield the name of an endpoint, its fault or "", and its replies to all questions."""
+def measure(
+    recording: Recording,
+    listed: int,
+    draws: int,
+    questions: Sequence[Question],
+    tables: Tables,
+    all_members: Sequence[Member],
+) -> dict[str, Any]:
+    """Return how many of `draws` resamplings of a recording are alarms. listed: log-probabilities of each answer."""
+    answers = as_answers(questions, [keep_likeliest(token, listed) for token in recording.tokens], tables)
+    first = alarms(all_members, log_likelihoods(all_members, answers), REQUESTS, draws)
+    requests = first[first > 0]
+    upper = None
+    if not recording.fault:
+        upper = upper_bound(len(requests), draws)
+    median_requests = None
+    if len(requests):
+        median_requests = float(np.median(requests))
+    return {
+        "endpoint": recording.endpoint,
+        "fault": recording.fault,
+        "listed": listed,
+        "draws": draws,
+        "alarms": len(requests),
+        "upper": upper,
+        "median_requests": median_requests,
+    }
+
+
+def recordings(model: Path, questions: Sequence[Question], endpoints: Sequence[str]) -> Iterator[Recording]:
+    """Yield the answers of all endpoints: as published, then with faults."""
     for text in endpoints:
-        name, url, served = text.split("=", 2)
-        server = Endpoint(url, served, None, 60, 0)
-        yield name, "", [server.ask(question, LISTED[0]) for question in questions]
+        name, url, served_name = text.split("=", 2)
+        server = Endpoint(url, served_name, None, 60, 0, len(questions))
+        form = Form(echoes=False, names_ids=False)
+        yield Recording(name, "", [server.ask(question, form).token for question in questions])
     from benchmarks import certify_faults  # loads torch
 
-    dtypes = certify_faults.DTYPES
-    for dtype, fault in (*((dtype, "") for dtype in dtypes), *((dtypes[-1], fault) for fault in certify_faults.FAULTS)):
+    for dtype in certify_faults.DTYPES:
+        logits = certify_faults.logits_of(model, questions, dtype, "")
+        yield Recording(f"transformers {dtype}", "", tokens_of(questions, logits, ""))
+    dtype = certify_faults.DTYPES[-1]
+    for fault in certify_faults.FAULTS:
         logits = certify_faults.logits_of(model, questions, dtype, fault)
-        yield f"transformers {dtype}", fault, _replies(questions, logits, fault)
+        yield Recording(f"transformers {dtype}", fault, tokens_of(questions, logits, fault))
 
 
-def _replies(questions: Sequence[Question], logits: np.ndarray, fault: str) -> list[Reply]:
+def tokens_of(questions: Sequence[Question], logits: np.ndarray, fault: str) -> list[Token]:
     """Return what a server would answer by logits [questions, vocab_size]."""
     random = np.random.default_rng(0)
-    replies = []
+    tokens = []
     for question, row in zip(questions, logits.astype(np.float64)):
         logprobs = row - row.max() - np.log(np.exp(row - row.max()).sum())
-        texts = dict(zip(question.tokens, question.texts))
-        chosen = int(logprobs.argmax())
+        scores = logprobs
         if fault == PENALTY:
-            chosen = int(penalised(row, question.prompt_ids, 1.2).argmax())
+            scores = penalised(row, question.prompt_ids, 1.2)
         if fault == DRAWN:
-            chosen = int((logprobs + random.gumbel(size=len(row))).argmax())
-        top = np.argsort(-logprobs)[: LISTED[0]].tolist()
-        replies.append(Reply(texts.get(chosen, "?"), {texts.get(token, f"?{token}"): logprobs[token] for token in top}))
-    return replies
+            scores = logprobs + random.gumbel(size=len(row))
+        chosen = int(scores.argmax())
+        likeliest = [*np.argsort(-logprobs)[: LISTED[0]].tolist(), chosen]
+        by_id = {f"token_id:{token}": float(logprobs[token]) for token in likeliest}
+        tokens.append(Token(f"token_id:{chosen}", by_id))
+    return tokens
 
 
-def _cut(reply: Reply, listed: int) -> Reply:
-    largest = sorted(reply.logprobs.items(), key=lambda item: -item[1])[:listed]
-    return Reply(reply.text, dict(largest))
+def keep_likeliest(token: Token, count: int) -> Token:
+    """Return a token with fewer log-probabilities; the one that was chosen always has its own."""
+    if count == 0:
+        return Token(token.text, {})
+    by_logprob = sorted(token.logprobs.items(), key=lambda item: -item[1])
+    return Token(token.text, {**dict(by_logprob[:count]), token.text: token.logprobs[token.text]})
 
 
 def upper_bound(alarms: int, draws: int) -> float:
@@ -122,18 +167,17 @@ def upper_bound(alarms: int, draws: int) -> float:
 
 def page(rows: Sequence[dict[str, Any]]) -> str:
     """Return the record as a page."""
-    lines = [
-        "# What `lockstep certify` sees", "",
-        "`python -m benchmarks certify --write records`: recorded answers of the demo, drawn again,",
-        f"{REQUESTS} each time ([JSON](bench/certify.json)). Alarms of endpoints as published are false;",
-        "\"bound\" is the upper 95 % bound of their rate. The demo knows its texts by heart: what draws or",
-        "penalises tokens, or cuts its context, changes few answers.", "",
-        "| endpoint | fault | log-probabilities | alarms | bound | median requests |", "|---|---|---:|---:|---:|---:|",
-    ]  # fmt: skip
-    for row in rows:
-        alarms = f"{row['alarms']} of {row['draws']}"
-        bound = "" if row["fault"] else f"{row['upper']:.1e}"
-        requests = f"{row['median_requests']:.0f}" if row["median_requests"] else ""
-        words = row["fault"] or PUBLISHED
-        lines.append(f"| {row['endpoint']} | {words} | {row['listed'] or 'tokens'} | {alarms} | {bound} | {requests} |")
-    return "\n".join(lines) + "\n"
+    return HEADER + "".join(markdown(row) for row in rows)
+
+
+def markdown(row: dict[str, Any]) -> str:
+    """Return a row of the page's table."""
+    bound = ""
+    if row["upper"] is not None:
+        bound = f"{row['upper']:.1e}"
+    requests = ""
+    if row["median_requests"] is not None:
+        requests = f"{row['median_requests']:.0f}"
+    fault = row["fault"] or PUBLISHED
+    listed = row["listed"] or "tokens"
+    return f"| {row['endpoint']} | {fault} | {listed} | {row['alarms']} of {row['draws']} | {bound} | {requests} |\n"

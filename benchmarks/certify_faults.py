@@ -17,7 +17,7 @@ from lockstep.artifacts.certificate import CHAT, Question
 from lockstep.verify.golden.model import load_checkpoint
 from lockstep.verify.golden.teacher_forced import logits_after
 
-_KEPT = 64  # tokens of a truncated context
+_KEPT = 96  # tokens of a truncated context
 
 
 def _int8(weight: torch.Tensor) -> torch.Tensor:
@@ -41,9 +41,9 @@ def _fp8(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _revision(weight: torch.Tensor) -> torch.Tensor:
-    """As a little more training: weights off by 1 % of their rms."""
+    """As a little more training: weights off by 4 % of their rms."""
     noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
-    return weight + 0.01 * weight.square().mean().sqrt() * noise
+    return weight + 0.04 * weight.square().mean().sqrt() * noise
 
 
 _WEIGHTS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -9,10 +9,14 @@ from typing import Any, ClassVar
 from lockstep.artifacts import formats
 from lockstep.artifacts.document import Document
 from lockstep.artifacts.places import FileEntry
+from lockstep.errors import CheckError
 
 COMPLETION = "completion"
 CHAT = "chat"
-EVERY = 8  # answers between two looks at the evidence
+EVERY = 8  # answers between two looks at the evidence, at least
+AS_PUBLISHED = "as published"  # a verdict, and a hypothesis
+DIFFERS = "differs"
+UNDECIDED = "undecided"
 
 
 @dataclass(frozen=True)
@@ -50,9 +54,9 @@ class Hypotheses(Document):
 class Certificate(Document):
     """The verdict on an endpoint, and its grounds.
 
-    verdict: "as published", "differs" or "undecided". best: the likeliest hypothesis. log_likelihoods: natural
+    verdict: AS_PUBLISHED, DIFFERS or UNDECIDED. best: the likeliest hypothesis. log_likelihoods: natural
     logarithms, relative to the likeliest; trace: these after each `EVERY` answers. excluded: hypotheses that are at
-    most 1/2,000 as likely as the best. log_evidence: against "as published", the largest at any look. power:
+    most 1/20,000 as likely as the best. log_evidence: against "as published", the largest at any look. power:
     {hypothesis: the stated chance that as many requests tell it from the published model}. company: {requests at once:
     [answers, equal log-probabilities, equal tokens]}. answers: the number of each question, and the answer.
     """
@@ -75,3 +79,30 @@ class Certificate(Document):
     company: Mapping[str, tuple[int, ...]]
     skipped: tuple[str, ...]
     answers: tuple[Mapping[str, Any], ...]
+
+    @property
+    def holds(self) -> str:
+        """What company leaves as it is, in words."""
+        if not self.company:
+            return "not tried"
+        if all(bits == count for count, bits, _ in self.company.values()):
+            return "bits hold"
+        if all(tokens == count for count, _, tokens in self.company.values()):
+            return "tokens hold, bits do not"
+        return "neither bits nor tokens hold"
+
+    @property
+    def line(self) -> str:
+        """The verdict as a line."""
+        words = self.verdict
+        not_excluded = [name for name in self.log_likelihoods if name not in (*self.excluded, AS_PUBLISHED)]
+        if self.verdict == DIFFERS:
+            words = f"differs: {self.best}"
+        elif not_excluded:
+            words += f", {', '.join(not_excluded)} not excluded"
+        return f"{self.url} {self.model}: {words} ({self.requests} requests, {self.evidence}; at once: {self.holds})"
+
+    def check(self) -> None:
+        """Raise CheckError unless the verdict is "as published"."""
+        if self.verdict != AS_PUBLISHED:
+            raise CheckError(self.line)

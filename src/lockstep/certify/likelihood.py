@@ -1,20 +1,25 @@
 """How likely an endpoint's answers are under each hypothesis. NumPy only: observations in, likelihoods out.
 
 The answer to question i is some log-probabilities y_c, of candidates c, and the token that was chosen. A member m of a
-hypothesis says that y_c = mu_mc + error, where the k errors of a question have rms s_mi. Errors are heavy-tailed, and
-those of one question are not independent (they are one hidden state's), so their density is Student's t in k' = 1 + (k
-- 1) / 4 dimensions with nu = 4, at the rms of the k residuals r:
+hypothesis says that logits have independent errors e_c of rms s_mi. Those of log-probabilities, y_c - mu_mc = e_c - sum
+of p_j e_j, then have the covariance s^2 K, K_cd = (c = d) - p_c - p_d + sum of p_j^2, with p of the published model:
+where a token is almost certain, its own error is small, and the others share one. That is of first order; of the
+second they have b = s^2 (1 - sum of p_j^2), and a = 1e-4 of JSON. With the eigenvalues l_i of K and the errors along
+its eigenvectors, z_i, their variances are v_i = s^2 l_i + b^2 + a^2. Errors are heavy-tailed, so the density of k of
+them is Student's t with nu = 4, in k' = 1 + (k - 1) / 4 dimensions since logits of one hidden state are not quite
+independent:
 
-    log f = lgamma((nu + k') / 2) - lgamma(nu / 2) - k' / 2 log(pi nu s^2) - (nu + k') / 2 log(1 + k' r^2 / (nu s^2))
+    log f = lgamma((nu + k') / 2) - lgamma(nu / 2) - k' / 2 (log(pi nu) + mean of log v_i)
+            - (nu + k') / 2 log(1 + k' / nu mean of z_i^2 / v_i)
 
 The chosen token is the likeliest one: of y, where log-probabilities are given, else of mu with logistic noise of rms s,
 P(c) = softmax(mu / (0.8 s)); or it is drawn, from softmax(mu / temperature). Either has a floor.
 
 "As published" is composite: fp32, fp16 and bf16, each with kernels of more and of less noise. The evidence against it
-is the ratio of the mean likelihood of all other members to the largest of its own, so that its expectation is at most 1
-whichever of its members is true; by Ville's inequality it ever reaches 2,000 with a probability of at most 1/2,000, and
-may be looked at as often as one likes (answers alone and in company have half of the false alarms each). That holds as
-far as the densities do: records/certify.md has the measured rate.
+is the ratio of the mean likelihood of the other hypotheses to the largest of its members, so that its expectation is at
+most 1 whichever of these is true; by Ville's inequality it ever reaches 20,000 with a probability of at most 1/20,000,
+and may be looked at as often as one likes. That holds as far as the densities do, so it is a tenth of the false alarms
+that are allowed, of which answers alone and in company have half each: records/certify.md has the measured rate.
 """
 
 from __future__ import annotations
@@ -25,29 +30,36 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lockstep.artifacts.certificate import EVERY
+from lockstep.artifacts.certificate import AS_PUBLISHED, EVERY
 
-PUBLISHED = "as published"
+PUBLISHED = AS_PUBLISHED
 FALSE_ALARMS = 1e-3
-LIMIT = -math.log(FALSE_ALARMS / 2)
+LIMIT = -math.log(FALSE_ALARMS / 20)
 UNKNOWN = -1  # the token chosen: its text is not told
 STRANGE = -2  # the token chosen: none that any hypothesis expects
+OTHER = "another revision or model"
+SOME = "a fault of some answers"
+SAMPLER = "tokens drawn, not greedy"
+PENALTY = "a repetition penalty"
 _NU = 4.0
 _SHARE = 0.25  # of a further log-probability of a question, in independent ones
 # Of the probability of a token: what no hypothesis expects happens; less so by the endpoint's own log-probabilities.
 _FLOOR = 1e-4
 _OWN_FLOOR = 1e-6
 _TIE = 2e-3  # log-probabilities that close may come in any order
-_LEAST = 2e-4  # the rms error of log-probabilities of fp32, as JSON may round them
+_ROUNDING = 1e-4  # of log-probabilities in JSON
 _LOGISTIC = 0.8
+_SIZES = 5  # steps in which the rms of errors is found
 _DRAWS = 100  # of a stated power
-_LISTED = 20  # log-probabilities of a question that endpoints give at most
+_BATCH = 25  # draws at once
 # Of a precision's noise in transformers: engines round elsewhere, in fp32 in sums of other order.
-_KERNELS = {"fp32": (2.0**-8, 2.0**-6, 2.0**-4), "fp16": (0.5, 1.0, 2.0), "bf16": (0.5, 1.0, 2.0)}
-_OTHER = (0.3, 1.0, 3.0)  # rms differences of log-probabilities to another model
-OTHER = "another revision or model"
-SAMPLER = "tokens drawn, not greedy"
-PENALTY = "a repetition penalty"
+_KERNELS = {"fp32": (2.0**-8, 2.0**-6, 2.0**-4), "fp16": (0.5, 1.0, 1.4), "bf16": (0.5, 1.0, 1.4)}
+_BETWEEN = 2.0 ** np.array([-0.5, -0.25, 0.0, 0.25])  # of each, for "as published"
+_ABSENT = 1e3  # the eigenvalue of a candidate that is not listed: above all of K
+_MOST = 20  # log-probabilities of a question that count
+_OTHER = (0.3, 1.0, 3.0)  # rms differences of logits to another model,
+_REVISION = (4.0, 8.0, 16.0)  # and to another revision, in the noise of a member
+_SOME = (0.02, 0.1)  # shares of answers
 _TEMPERATURES = (1.0, 0.6)
 
 
@@ -55,7 +67,8 @@ _TEMPERATURES = (1.0, 0.6)
 class Tables:
     """Expected answers: {name: log-probabilities [questions, candidates]}, {precision: rms noise [questions]}.
 
-    -inf: no candidate. A hypothesis' name is the part before " / " of a table's; "as published" has the first.
+    -inf: no candidate. A hypothesis' name is the part before " / " of a table's; "as published" has the first. Noise is
+    that of logits.
     """
 
     values: Mapping[str, np.ndarray]
@@ -71,91 +84,165 @@ class Tables:
 
 @dataclass(frozen=True)
 class Answers:
-    """What an endpoint said: values [questions, candidates], NaN where it gave none, and the candidate chosen."""
+    """What an endpoint said: values [questions, candidates], NaN where it gave none, and the candidate chosen.
+
+    is_new: [questions], or one for all; False where the values were weighed before, and the choice was not.
+    """
 
     values: np.ndarray
     chosen: np.ndarray
+    is_new: np.ndarray | bool = True
 
 
 @dataclass(frozen=True)
 class Member:
-    """One way of a hypothesis. means [questions, candidates], scale [questions].
+    """One way of a hypothesis. means [questions, candidates], noise, the rms error of logits [questions].
 
     choices: log-probabilities that the token is chosen by, None for the endpoint's own. temperature: 0 is greedy.
+    faulty: the member that a share of the answers is of.
     """
 
     hypothesis: str
     means: np.ndarray
-    scale: np.ndarray
+    noise: np.ndarray
     choices: np.ndarray | None = None
     temperature: float = 0.0
+    faulty: Member | None = None
+    share: float = 0.0
+
+    def at(self, questions: Sequence[int]) -> Member:
+        rows = np.asarray(questions, int)
+        part = replace(self, means=self.means[rows], noise=self.noise[rows])
+        if self.choices is not None:
+            part = replace(part, choices=self.choices[rows])
+        if self.faulty is not None:
+            part = replace(part, faulty=self.faulty.at(questions))
+        return part
+
+    def with_noise(self, noise: np.ndarray) -> Member:
+        return replace(self, noise=np.hypot(self.noise, noise))
+
+
+class ErrorModel:
+    """How errors of log-probabilities follow from those of logits.
+
+    logprobs: the published ones [questions, candidates]. is_listed: which an endpoint gave; at most `_MOST` count.
+    """
+
+    def __init__(self, logprobs: np.ndarray, is_listed: np.ndarray) -> None:
+        self._places = np.argsort(~is_listed, axis=1, kind="stable")[:, :_MOST]
+        self._is_listed = np.take_along_axis(is_listed, self._places, axis=1)
+        self.count = self._is_listed.sum(axis=1)
+        probabilities = np.exp(logprobs)
+        listed = np.take_along_axis(probabilities, self._places, axis=1)
+        square = np.square(probabilities).sum(axis=1)
+        identity = np.eye(listed.shape[1])
+        covariance = identity - listed[:, :, None] - listed[:, None, :] + square[:, None, None]
+        are_listed = self._is_listed[:, :, None] & self._is_listed[:, None, :]
+        eigenvalues, self._eigenvectors = np.linalg.eigh(np.where(are_listed, covariance, _ABSENT * identity))
+        self._eigenvalues = np.maximum(eigenvalues, 0.0)
+        self._counts = eigenvalues < _ABSENT / 2
+        self._second = np.square(1 - square)[:, None]
+
+    def fit(self, errors: np.ndarray, noise: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the mean square of errors [questions, candidates] by their variances, and the mean log variance."""
+        listed = np.where(self._is_listed, np.take_along_axis(errors, self._places, axis=1), 0.0)
+        along = np.einsum("qji,qj->qi", self._eigenvectors, listed)
+        square = np.square(noise)[:, None]
+        variances = square * (self._eigenvalues + square * self._second) + _ROUNDING**2
+        count = np.maximum(self.count, 1)
+        mean_log = np.where(self._counts, np.log(variances), 0.0).sum(axis=1) / count
+        return (np.square(along) / variances).sum(axis=1) / count, mean_log
+
+
+def rms_difference(logprobs: np.ndarray, published: np.ndarray) -> np.ndarray:
+    """Return the rms difference of logits to the published ones, of the likeliest candidates: [questions]."""
+    model = ErrorModel(published, np.isfinite(published))
+    errors = _floored(logprobs) - _floored(published)
+    size = np.full(len(published), _OTHER[0])
+    for _ in range(_SIZES):  # the errors' variances depend on it
+        mean_square, _ = model.fit(errors, size)
+        size = size * np.sqrt(mean_square)
+    return size
 
 
 def members(tables: Tables, precisions: Sequence[str] = ("fp32", "fp16", "bf16")) -> list[Member]:
     """Return the members of all hypotheses, those of "as published" first. precisions: it may be served in."""
     published = tables.values[PUBLISHED]
     noise = {**tables.noise, "fp32": tables.noise["fp16"]}
-    scales = []
+    usual = []
     for precision in precisions:
-        scales += [np.hypot(_LEAST, factor * noise[precision]) for factor in _KERNELS[precision]]
-    all_members = [Member(PUBLISHED, published, scale) for scale in scales]
-    everywhere = np.ones(len(published))
+        usual += [Member(PUBLISHED, published, factor * noise[precision]) for factor in _KERNELS[precision]]
+    all_members = []
+    for member in usual:
+        all_members += [replace(member, noise=between * member.noise) for between in _BETWEEN]
+    # One draw of roundings says little of a question: noise may be as even, or as uneven as other errors are.
+    profiles = [np.ones(len(published))]
+    if "int8" in tables.values:
+        profiles.append(rms_difference(tables.values["int8"], published))
+    for member in all_members[:]:
+        for profile in profiles:
+            size = np.sqrt(np.mean(np.square(member.noise)) / np.mean(np.square(profile)))
+            all_members.append(replace(member, noise=size * profile))
     for name, means in tables.values.items():
-        if name == PUBLISHED:
-            continue
         hypothesis = name.partition(" / ")[0]
         if name == PENALTY:
             # Endpoints give log-probabilities of before the penalty, or of after it.
-            all_members += [Member(PENALTY, published, scale, means) for scale in scales]
-            all_members += [Member(PENALTY, means, scale) for scale in scales]
-            continue
-        all_members += [Member(hypothesis, means, scale) for scale in scales]
-        # Another way of doing the same, as another quantiser, is as far away in another direction.
-        away = np.sqrt(np.mean(np.square(_difference(means, published)), axis=1))
-        all_members += [Member(hypothesis, published, np.hypot(scale, away)) for scale in scales]
+            all_members += [replace(member, hypothesis=PENALTY, choices=means) for member in usual]
+            all_members += [replace(member, hypothesis=PENALTY, means=means) for member in usual]
+        elif name != PUBLISHED:
+            all_members += [replace(member, hypothesis=hypothesis, means=means) for member in usual]
+            # Another way of doing the same, as another quantiser, is as far away in another direction.
+            away = rms_difference(means, published)
+            all_members += [replace(member, hypothesis=hypothesis).with_noise(away) for member in usual]
     for temperature in _TEMPERATURES:
-        all_members += [Member(SAMPLER, published, scale, None, temperature) for scale in scales]
-        processed = _log_softmax(published / temperature)
-        all_members += [Member(SAMPLER, processed, scale, None) for scale in scales if temperature != 1]
-    all_members += [Member(OTHER, published, scale * everywhere) for scale in _OTHER]
-    return all_members
+        all_members += [replace(member, hypothesis=SAMPLER, temperature=temperature) for member in usual]
+        if temperature != 1:
+            processed = _log_softmax(published / temperature)
+            all_members += [replace(member, hypothesis=SAMPLER, means=processed) for member in usual]
+    everywhere = np.ones(len(published))
+    revisions = [Member(OTHER, published, size * everywhere) for size in _OTHER]
+    for factor in _REVISION:
+        revisions += [Member(OTHER, published, factor * noise[precision]) for precision in tables.noise]
+    for share in _SOME:
+        all_members += [replace(member, hypothesis=SOME, faulty=revisions[1], share=share) for member in usual]
+    return all_members + revisions
 
 
 def log_likelihoods(members: Sequence[Member], answers: Answers) -> np.ndarray:
-    """Return the log-likelihood of each answer under each member, [members, questions]."""
-    return np.stack([_log_density(member, answers) + _log_choice(member, answers) for member in members])
+    """Return the log-likelihood of each answer under each member, [members, questions]; the first one is published."""
+    error_model = ErrorModel(members[0].means, np.isfinite(answers.values))
+    return np.stack([_log_likelihood(member, answers, error_model) for member in members])
 
 
-def by_hypothesis(members: Sequence[Member], sums: np.ndarray) -> dict[str, float]:
-    """Return {hypothesis: log-likelihood} of sums [members]: of the mean member, of the best published one."""
-    names = [member.hypothesis for member in members]
-    likelihoods = {}
-    for name in dict.fromkeys(names):
-        of_name = sums[[other == name for other in names]]
-        likelihoods[name] = float(of_name.max() if name == PUBLISHED else _log_mean_exp(of_name))
-    return likelihoods
+def _log_likelihood(member: Member, answers: Answers, error_model: ErrorModel) -> np.ndarray:
+    likelihood = _log_density(member, answers, error_model) + _log_choice(member, answers)
+    if member.faulty is None:
+        return likelihood
+    of_faulty = _log_likelihood(member.faulty, answers, error_model)
+    return np.logaddexp(math.log1p(-member.share) + likelihood, math.log(member.share) + of_faulty)
 
 
-def log_evidence(likelihoods: Mapping[str, float]) -> float:
+def by_hypothesis(members: Sequence[Member], sums: np.ndarray) -> dict[str, np.ndarray]:
+    """Return {hypothesis: log-likelihood} of sums [members, ...]: of the mean member, of the best published one."""
+    names = np.array([member.hypothesis for member in members])
+    likelihoods = {name: _log_mean_exp(sums[names == name]) for name in dict.fromkeys(names.tolist())}
+    return {**likelihoods, PUBLISHED: sums[names == PUBLISHED].max(axis=0)}
+
+
+def log_evidence(likelihoods: Mapping[str, np.ndarray]) -> np.ndarray:
     """Return the logarithm of the evidence against "as published"."""
     alternatives = [value for name, value in likelihoods.items() if name != PUBLISHED]
-    return float(_log_mean_exp(np.array(alternatives))) - likelihoods[PUBLISHED]
+    return _log_mean_exp(np.stack(alternatives)) - likelihoods[PUBLISHED]
 
 
-def _log_density(member: Member, answers: Answers) -> np.ndarray:
-    is_listed = np.isfinite(answers.values)
-    count = is_listed.sum(axis=1)
-    residuals = np.where(is_listed, answers.values - _floored(member.means), 0.0)
-    mean_square = np.square(residuals).sum(axis=1) / np.maximum(count, 1)
-    k = 1 + (count - 1) * _SHARE
-    variance = np.square(member.scale)
-    density = (
-        _lgamma((_NU + k) / 2)
-        - math.lgamma(_NU / 2)
-        - k / 2 * np.log(math.pi * _NU * variance)
-        - (_NU + k) / 2 * np.log1p(k * mean_square / (_NU * variance))
-    )
-    return np.where(count > 0, density, 0.0)
+def _log_density(member: Member, answers: Answers, error_model: ErrorModel) -> np.ndarray:
+    errors = np.where(np.isfinite(answers.values), answers.values - _floored(member.means), 0.0)
+    mean_square, mean_log = error_model.fit(errors, member.noise)
+    k = 1 + (np.maximum(error_model.count, 1) - 1) * _SHARE
+    constant = _lgamma((_NU + k) / 2) - math.lgamma(_NU / 2)
+    density = constant - k / 2 * (math.log(math.pi * _NU) + mean_log) - (_NU + k) / 2 * np.log1p(k / _NU * mean_square)
+    return np.where((error_model.count > 0) & answers.is_new, density, 0.0)
 
 
 def _log_choice(member: Member, answers: Answers) -> np.ndarray:
@@ -167,7 +254,8 @@ def _log_choice(member: Member, answers: Answers) -> np.ndarray:
         probability = np.exp(_log_softmax(table))[rows, answers.chosen]
     else:
         choices = member.means if member.choices is None else member.choices
-        probability = np.exp(_log_softmax(choices / (_LOGISTIC * member.scale[:, None])))[rows, answers.chosen]
+        spread = _LOGISTIC * np.hypot(_ROUNDING, member.noise)
+        probability = np.exp(_log_softmax(choices / spread[:, None]))[rows, answers.chosen]
         if member.choices is None:
             is_largest = listed[rows, answers.chosen] >= listed.max(axis=1) - _TIE
             probability = np.where(has_values, is_largest, probability)
@@ -182,13 +270,6 @@ def _log_softmax(table: np.ndarray) -> np.ndarray:
         return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
 
 
-def _difference(means: np.ndarray, published: np.ndarray) -> np.ndarray:
-    """Return differences of the candidates that an endpoint lists: the first ones."""
-    table = means[:, :_LISTED]
-    first = published[:, :_LISTED]
-    return np.where(np.isfinite(first), table, 0.0) - np.where(np.isfinite(first), first, 0.0)
-
-
 def _floored(table: np.ndarray) -> np.ndarray:
     lowest = np.where(np.isfinite(table), table, np.inf).min(axis=1, keepdims=True)
     return np.where(np.isfinite(table), table, lowest)
@@ -196,6 +277,11 @@ def _floored(table: np.ndarray) -> np.ndarray:
 
 def _lgamma(values: np.ndarray) -> np.ndarray:
     return np.array([math.lgamma(value) for value in values.tolist()])
+
+
+def _log_mean_exp(values: np.ndarray) -> np.ndarray:
+    largest = values.max(axis=0)
+    return largest + np.log(np.mean(np.exp(values - largest), axis=0))
 
 
 def penalised(row: np.ndarray, ids: Sequence[int], penalty: float) -> np.ndarray:
@@ -209,15 +295,22 @@ def penalised(row: np.ndarray, ids: Sequence[int], penalty: float) -> np.ndarray
 
 def simulated(member: Member, listed: int, random: np.random.Generator) -> Answers:
     """Return answers to each question by an endpoint of which a member is true. listed: log-probabilities it gives."""
-    spread = np.sqrt(random.chisquare(_NU, len(member.scale)) / _NU)
-    errors = random.standard_normal(member.means.shape) * (member.scale / spread)[:, None]
-    values = member.means + np.where(np.isfinite(member.means), errors, 0.0)
+    spread = np.sqrt(random.chisquare(_NU, len(member.means)) / _NU)
+    errors = random.standard_normal(member.means.shape) * (member.noise / spread)[:, None]
+    probabilities = np.exp(member.means)
+    change = (probabilities * np.expm1(errors)).sum(axis=1, keepdims=True)  # of the sum of all
+    values = member.means + errors - np.log1p(change)
     choices = values if member.choices is None else member.choices
     if member.temperature:
         choices = choices / member.temperature + random.gumbel(size=choices.shape)
     chosen = choices.argmax(axis=1)
     is_listed = np.argsort(np.argsort(-values, axis=1), axis=1) < listed
-    return Answers(np.where(is_listed & np.isfinite(values), values, np.nan), chosen)
+    values = np.where(is_listed & np.isfinite(values), values, np.nan)
+    if member.faulty is None:
+        return Answers(values, chosen)
+    faulty = simulated(member.faulty, listed, random)
+    is_faulty = random.random(len(chosen)) < member.share
+    return Answers(np.where(is_faulty[:, None], faulty.values, values), np.where(is_faulty, faulty.chosen, chosen))
 
 
 def alarms(members: Sequence[Member], likelihoods: np.ndarray, requests: int, draws: int, seed: int = 0) -> np.ndarray:
@@ -226,18 +319,14 @@ def alarms(members: Sequence[Member], likelihoods: np.ndarray, requests: int, dr
     likelihoods: of `log_likelihoods`, [members, answers]. Each resampling draws `requests` answers, with replacement.
     """
     random = np.random.default_rng(seed)
-    names = np.array([member.hypothesis for member in members])
-    hypotheses = [names == name for name in dict.fromkeys(names.tolist()) if name != PUBLISHED]
-    first = np.zeros(draws, int)
-    for draw in range(draws):
-        drawn = likelihoods[:, random.integers(likelihoods.shape[1], size=(requests // EVERY, EVERY))]
-        sums = drawn.sum(axis=2).cumsum(axis=1)
-        families = np.stack([_log_mean_exp(sums[is_of_it]) for is_of_it in hypotheses])
-        evidence = _log_mean_exp(families) - sums[names == PUBLISHED].max(axis=0)
-        above = np.flatnonzero(evidence >= LIMIT)
-        if len(above):
-            first[draw] = EVERY * (above[0] + 1)
-    return first
+    first = []
+    for begin in range(0, draws, _BATCH):
+        size = (min(_BATCH, draws - begin), requests // EVERY, EVERY)
+        drawn = likelihoods[:, random.integers(likelihoods.shape[1], size=size)]
+        evidence = log_evidence(by_hypothesis(members, drawn.sum(axis=3).cumsum(axis=2)))
+        above = evidence >= LIMIT
+        first.append(np.where(above.any(axis=1), EVERY * (above.argmax(axis=1) + 1), 0))
+    return np.concatenate(first)
 
 
 def power(members: Sequence[Member], true: Member, listed: int, requests: int) -> dict[str, float]:
@@ -250,14 +339,7 @@ def power(members: Sequence[Member], true: Member, listed: int, requests: int) -
     for member in members:
         if member.hypothesis in chances or member.hypothesis == PUBLISHED:
             continue
-        scale = true.scale
-        if member.hypothesis == OTHER:
-            scale = member.scale
-        likelihoods = log_likelihoods(members, simulated(replace(member, scale=scale), listed, random))
+        noise = member.noise if member.hypothesis == OTHER else true.noise
+        likelihoods = log_likelihoods(members, simulated(replace(member, noise=noise), listed, random))
         chances[member.hypothesis] = float(np.mean(alarms(members, likelihoods, requests, _DRAWS) > 0))
     return chances
-
-
-def _log_mean_exp(values: np.ndarray) -> np.ndarray:
-    largest = values.max(axis=0)
-    return largest + np.log(np.mean(np.exp(values - largest), axis=0))

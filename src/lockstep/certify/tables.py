@@ -1,8 +1,9 @@
 """What each hypothesis expects of an endpoint. Needs torch and transformers.
 
 In: a checkpoint, and golden's reference of it. Out: questions, prompts of golden's kind that a token shall follow, and
-the log-probabilities of candidates for it under each hypothesis. Questions are golden's prompts and answers, cut after
-any token; answers drawn from the model; long texts of these; and chats, where the tokenizer has a template.
+the log-probabilities of candidates for it under each hypothesis. Questions are golden's prompts and answers, and
+answers drawn from the model, cut mostly where it is undecided, which tells most; long texts of these; and chats, where
+the tokenizer has a template.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from lockstep.artifacts.dtypes import ROW
 from lockstep.artifacts.files import sha256_file, write_bytes
 from lockstep.artifacts.places import FileEntry
 from lockstep.artifacts.reference import ReferenceManifest
-from lockstep.certify.likelihood import PENALTY, PUBLISHED, penalised
+from lockstep.certify.likelihood import PENALTY, PUBLISHED, penalised, rms_difference
 from lockstep.errors import InputError
 from lockstep.manifests.own_files import replacing
 from lockstep.progress import steps
@@ -38,10 +39,13 @@ from lockstep.weights import e4m3, groups
 
 _NUM_CANDIDATES = 64  # of the published model, and
 _NUM_OTHERS = 20  # of each hypothesis
-_NUM_DRAWN = 2  # answers drawn to each prompt
+_TEMPERATURES = (1.0, 2.0)  # that an answer to each prompt is drawn at
 _DRAWN_TOKENS = 48
-_NUM_LONG = 6
+_UNDECIDED = 0.75  # of the questions
+_NUM_LONG = 32
+_LEAST_LONG = 64
 _LONG_TOKENS = 256
+_LENGTHS = (32, 64, 128)  # tokens of a truncated context
 _NUM_CHATS = 32
 _FEWEST = 4  # tokens of a question
 _GROUP_SIZES = (32, 16)
@@ -83,10 +87,8 @@ def make_hypotheses(checkpoint_json: Path, reference_json: Path, out: Path, comp
     logits[PENALTY] = np.stack([penalised(row, cut.ids, _REPETITION_PENALTY) for row, cut in zip(published, cuts)])
     tables = {name: _table(rows, candidates) for name, rows in logits.items()}
     arrays = {f"values.{name}": table for name, table in tables.items() if name not in ("fp16", "bf16")}
-    listed = slice(_NUM_OTHERS)
     for precision in ("fp16", "bf16"):
-        errors = tables[precision][:, listed] - tables[PUBLISHED][:, listed]
-        rows = np.sqrt(np.mean(np.square(errors, dtype=np.float64), axis=1))
+        rows = rms_difference(*(tables[name].astype(np.float64) for name in (precision, PUBLISHED)))
         # One draw of roundings says little of a row: the usual row's counts as much.
         arrays[f"noise.{precision}"] = np.sqrt((rows**2 + np.mean(rows**2)) / 2).astype(np.float32)
     texts = Tokenizer(folder / "tokenizer.json")
@@ -110,24 +112,42 @@ def _cuts(
     sequences = []
     for prompt in reference.prompts:
         sequences.append((*prompt.prompt_ids, *prompt.tokens[:-1]))
-        for _ in range(_NUM_DRAWN):
-            sequences.append((*prompt.prompt_ids, *_drawn(model, prompt.prompt_ids, _DRAWN_TOKENS, generator)))
-    places = []
-    for sequence in sequences:
-        places += [(sequence, end) for end in range(_FEWEST, len(sequence) + 1)]
-    order = torch.randperm(len(places), generator=generator).tolist()
-    completions = _readable(tokenizer, [places[number] for number in order], count)
+        for temperature in _TEMPERATURES:
+            sequences.append((*prompt.prompt_ids, *_drawn(model, prompt.prompt_ids, temperature, generator)))
+    places = _undecided_first(model, sequences)
+    undecided = _readable(tokenizer, places, int(_UNDECIDED * count))
+    mixed_places = [places[number] for number in torch.randperm(len(places), generator=generator).tolist()]
+    completions = [*dict.fromkeys(undecided + _readable(tokenizer, mixed_places, 2 * count))][:count]
+    completions = [completions[number] for number in torch.randperm(len(completions), generator=generator).tolist()]
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _LONG_TOKENS
     text = "\n".join(_text(tokenizer, sequence) for sequence in sequences)
     long = tuple(tokenizer(text)["input_ids"][: min(_LONG_TOKENS, limit // 4)])
-    longs = _readable(tokenizer, [(long, len(long) - 7 * number) for number in range(4 * _NUM_LONG)], _NUM_LONG)
+    longs = _readable(tokenizer, _undecided_first(model, [long], _LEAST_LONG), _NUM_LONG)
     chats = []
     if tokenizer.chat_template:
         chats = [_chat(tokenizer, cut.text) for cut in completions[:_NUM_CHATS]]
     mixed = []
     for number, cut in enumerate(completions):
-        mixed += [*longs[number // 8 : number // 8 + (number % 8 == 3)], cut, *chats[number : number + 1]]
+        mixed += [*longs[number : number + 1], cut, *chats[number : number + 1]]
     return mixed
+
+
+def _undecided_first(
+    model: PreTrainedModel, sequences: Sequence[tuple[int, ...]], shortest: int = _FEWEST
+) -> list[tuple[tuple[int, ...], int]]:
+    """Return the beginnings of sequences, (sequence, number of tokens), those first whose next token is least certain.
+
+    Where a repetition penalty changes it, it counts as half as certain. shortest: tokens of a beginning.
+    """
+    certainty = {}
+    for sequence in steps(sequences, "hypotheses: questions", "texts"):
+        logits, _ = logits_after(model, sequence, range(shortest, len(sequence) + 1))
+        for count, row in logits.items():
+            probabilities = np.exp(row.astype(np.float64) - row.max())
+            is_changed = penalised(row, sequence[:count], _REPETITION_PENALTY).argmax() != row.argmax()
+            sum_of_squares = np.square(probabilities / probabilities.sum()).sum()
+            certainty[sequence, count] = float(sum_of_squares) / (1 + is_changed)
+    return sorted(certainty, key=lambda place: certainty[place])
 
 
 def _readable(
@@ -156,12 +176,13 @@ def _text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     return str(tokenizer.decode(list(ids[first:]), clean_up_tokenization_spaces=False))
 
 
-def _drawn(model: PreTrainedModel, ids: Sequence[int], count: int, generator: torch.Generator) -> list[int]:
+def _drawn(model: PreTrainedModel, ids: Sequence[int], temperature: float, generator: torch.Generator) -> list[int]:
     tokens: list[int] = []
     with torch.no_grad():
         rows, cache = run_after(model, ids)
-        for _ in range(count):
-            tokens.append(int(torch.multinomial(torch.softmax(rows[-1].float(), -1), 1, generator=generator)))
+        for _ in range(_DRAWN_TOKENS):
+            probabilities = torch.softmax(rows[-1].float() / temperature, -1)
+            tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
             rows, cache = run_after(model, tokens[-1:], cache)
     return tokens
 
@@ -198,18 +219,20 @@ def _hypotheses(
             f"wrong RoPE scaling / base {base:,.0f}",
             within(_rope(model, lambda frequencies, exponents: base**-exponents)),
         )
-    for part in (2, 4):
+    changed_cuts = {}
+    for length in _LENGTHS:
+        changed_cuts[f"truncated context / {length} tokens"] = [_cut_to(cut, length) for cut in cuts]
+    for name in ("none", "with a system message", "without its end"):
+        changed_cuts[f"another template / {name}"] = [_with_template(tokenizer, cut, name) for cut in cuts]
+    for name, rewritten in changed_cuts.items():
+        if rewritten != list(cuts):
+            yield name, functools.partial(_logits, model, rewritten)
 
-        def cut_short(part: int = part) -> np.ndarray:
-            ends = [_Cut(cut.kind, cut.text, cut.ids[-(-cut.count // part) :], cut.count // part) for cut in cuts]
-            return _logits(model, ends)
 
-        yield f"truncated context / 1 of {part}", cut_short
-    if any(cut.kind == CHAT for cut in cuts):
-        for name in ("none", "with a system message", "without its end"):
-            rewritten = [_with_template(tokenizer, cut, name) for cut in cuts]
-            if rewritten != list(cuts):
-                yield f"another template / {name}", functools.partial(_logits, model, rewritten)
+def _cut_to(cut: _Cut, length: int) -> _Cut:
+    if cut.count <= length:
+        return cut
+    return replace(cut, sequence=cut.ids[-length:], count=length)
 
 
 def _with_template(tokenizer: PreTrainedTokenizerBase, cut: _Cut, name: str) -> _Cut:

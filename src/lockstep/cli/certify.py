@@ -9,7 +9,7 @@ import click
 
 from lockstep.cli.options import AT_LEAST_1, FILE, JSON, PATH
 from lockstep.cli.terminal import echo_json, working
-from lockstep.errors import CheckError, InputError
+from lockstep.errors import InputError
 
 
 @click.command()
@@ -50,15 +50,14 @@ def certify(
     URL ends in /v1. Exit code 0: as published; 1: it differs, or is undecided.
     """
     from lockstep.certify.client import Endpoint
-    from lockstep.certify.run import AS_PUBLISHED, holds, line
     from lockstep.certify.run import certify as judge
 
     if sign_key is not None and out is None:
         raise InputError("--sign-key: expected a certificate to sign, found none; name its file by --out")
-    endpoint = Endpoint(url, model, os.environ.get(key_env) or None, timeout, rate)
+    endpoint = Endpoint(url, model, os.environ.get(key_env) or None, timeout, rate, requests)
     hypotheses = _hypotheses(golden, layers, checkpoint)
     with working(f"certify {url}"):
-        certificate = judge(endpoint, model, hypotheses, requests, not no_company)
+        certificate = judge(endpoint, hypotheses, not no_company)
     if out is not None:
         certificate.save(out)
     if out is not None and sign_key is not None:
@@ -69,7 +68,7 @@ def certify(
         from lockstep.artifacts.files import write_bytes
         from lockstep.report import pages
 
-        write_bytes(page, pages.certificate(page, certificate, holds(certificate.company)))
+        write_bytes(page, pages.certificate(page, certificate))
     if as_json:
         echo_json(certificate.to_json())
     else:
@@ -79,9 +78,8 @@ def certify(
             click.echo(f"{name:<34} log-likelihood {value:10.1f}{words}")
         for note in certificate.skipped:
             click.echo(note, err=True)
-    if certificate.verdict != AS_PUBLISHED:
-        raise CheckError(line(certificate))
-    click.echo(line(certificate), err=as_json)
+    certificate.check()
+    click.echo(certificate.line, err=as_json)
 
 
 def _hypotheses(golden: Path, layers: str, checkpoint: Path | None) -> Path:

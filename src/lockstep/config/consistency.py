@@ -16,11 +16,11 @@ from lockstep.config.backends import BackendSettings, backends
 from lockstep.config.messages import Problem, describe, repeated
 from lockstep.config.packing import MXFP4, Packing, largest_group, precision_of
 from lockstep.config.sources import CheckpointShape, read_shape
-from lockstep.config.types import Device, Limits, ModelConfig, Prompt
+from lockstep.config.types import Device, Endpoint, Limits, ModelConfig, Prompt
 from lockstep.targets import is_quantized
 
 # Names next to the models' folders in the results tree (lockstep.targets), which no model may take.
-_RESERVED_NAMES = re.compile(r"config\.json|summary(\..*)?|reports?(\..*)?|logs?|benchmarks?", re.IGNORECASE)
+_RESERVED_NAMES = re.compile(r"config\.json|summary(\..*)?|reports?(\..*)?|logs?|benchmarks?|endpoints", re.IGNORECASE)
 
 
 def limit_problems(limits: Limits) -> Iterator[Problem]:
@@ -47,6 +47,12 @@ def name_problems(names: Iterable[str]) -> Iterator[Problem]:
             yield Problem(
                 ("models", name), f"expected names that differ in more than capitals; found {other!r} and {name!r}"
             )
+
+
+def endpoint_problems(endpoints: Mapping[str, Endpoint], models: Iterable[str]) -> Iterator[Problem]:
+    for name, endpoint in endpoints.items():
+        if endpoint.model not in models:
+            yield Problem(("endpoints", name, "model"), f"expected a model of the config; found {endpoint.model!r}")
 
 
 def device_problems(devices: Mapping[str, Device]) -> Iterator[Problem]:

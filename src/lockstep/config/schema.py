@@ -14,6 +14,7 @@ from lockstep.artifacts.fetched import folder_of, load_if_same_source
 from lockstep.config.backends import BackendSettings, backends
 from lockstep.config.consistency import (
     device_problems,
+    endpoint_problems,
     limit_problems,
     model_problems,
     name_problems,
@@ -23,7 +24,17 @@ from lockstep.config.consistency import (
 from lockstep.config.messages import Problem, Problems, describe, join, nearest
 from lockstep.config.section import Flag, PathText, Section
 from lockstep.config.sources import FolderSource, HubSource, parse_source, places_of, resolve_here
-from lockstep.config.types import Backends, Device, DeviceName, Limits, ModelConfig, ModelName, Prompt, Tolerances
+from lockstep.config.types import (
+    Backends,
+    Device,
+    DeviceName,
+    Endpoint,
+    Limits,
+    ModelConfig,
+    ModelName,
+    Prompt,
+    Tolerances,
+)
 from lockstep.errors import InputError
 from lockstep.targets import Results, Target, is_quantized
 from lockstep.tolerances import GRAPH
@@ -83,12 +94,16 @@ class Config(Section):
         default={},
         description="Several kinds of device for one backend, by names of yours that models put in `backends`.",
     )
+    endpoints: dict[ModelName, Endpoint] = Field(
+        default={}, description="Servers that a run certifies (docs/certify.md), by names of yours."
+    )
 
     @model_validator(mode="after")
     def _across_fields(self) -> Config:
         problems = [*limit_problems(self.limits)]
         problems += name_problems(self.models)
         problems += device_problems(self.devices)
+        problems += endpoint_problems(self.endpoints, self.models)
         for name, model in self.models.items():
             unknown = list(unknown_backends(name, model, self.devices))
             if unknown:
@@ -410,9 +425,7 @@ class Config(Section):
 
         `load` of it gives the same config. The cache is left out: results do not depend on where it lies.
         """
-        excluded = {"cache"}
-        if not self.devices:
-            excluded.add("devices")
+        excluded = {"cache", *(name for name in ("devices", "endpoints") if not getattr(self, name))}
         return self.model_dump(mode="json", exclude=excluded)
 
 

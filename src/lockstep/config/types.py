@@ -310,6 +310,23 @@ class Device(Section):
         return self.gpu or self.cpu
 
 
+class Endpoint(Section):
+    """A server of OpenAI's API that must serve a model as published (docs/certify.md)."""
+
+    url: str = Field(pattern="^https?://", description="Up to `/v1`, as `http://localhost:8000/v1`.")
+    model: ModelName = Field(description="Which of `models` it serves; the reference of all its layers is the golden.")
+    served_name: str = Field(min_length=1, description="The name that the endpoint has for the model.")
+    requests: Count = Field(default=300, description="Requests to send at most.")
+    rate: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        default=0.0, description="Requests a second at most; 0: any."
+    )
+    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+        default=60.0, description="Seconds of a request."
+    )
+    key_env: str = Field(default="OPENAI_API_KEY", description="The environment variable that holds the key, if set.")
+    company: bool = Field(default=True, description="Send up to 65 requests at once, too.")
+
+
 class Limits(Section):
     """Sizes that engines and caches are made for."""
 

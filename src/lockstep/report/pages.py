@@ -103,8 +103,8 @@ def target(results: Results, name: Target, row: SummaryRow, details: Details, jo
     )
 
 
-def certificate(page: Path, document: Certificate, company: str) -> bytes:
-    """Return the page of a certificate, to be written to `page`. company: what holds in it, in words."""
+def certificate(page: Path, document: Certificate) -> bytes:
+    """Return the page of a certificate, to be written to `page`."""
     charts = []
     series = {}
     for name, values in document.trace.items():
@@ -113,7 +113,7 @@ def certificate(page: Path, document: Certificate, company: str) -> bytes:
     charts.append(curves("how much less likely than the likeliest (nats)", "answers", series))
     charts.append(bars("power in %", {name: 100 * chance for name, chance in document.power.items()}))
     title = f"{document.model}: {document.verdict}"
-    return _render("certificate.html", page, title=title, certificate=document, charts=charts, holds=company, files=[])
+    return _render("certificate.html", page, title=title, certificate=document, charts=charts, files=[])
 
 
 def _render(template: str, page: Path, **values: Any) -> bytes:

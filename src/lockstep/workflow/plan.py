@@ -86,6 +86,7 @@ def make_plan(question: Mapping[str, Any]) -> dict[str, Any]:
         "models": {model: {**asdict(files), **_of_jobs(config, model)} for model, files in models.items()},
         "gpus": {name: _gpus(config, name) for name in _backends_of(targets["all"])},
         "gpu_models": {name: entry.gpu_model for name, entry in config.devices.items() if entry.gpu_model},
+        "endpoints": {name: entry.model_dump(mode="json") for name, entry in config.endpoints.items()},
         "notes": notes,
         "warnings": warnings,
     }

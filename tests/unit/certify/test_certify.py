@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from lockstep.artifacts.certificate import CHAT, Certificate, Hypotheses
+from lockstep.artifacts.certificate import AS_PUBLISHED, CHAT, Certificate, Hypotheses
+from lockstep.certify.answers import read_tables
 from lockstep.certify.client import Endpoint
 from lockstep.certify.likelihood import PUBLISHED, members
-from lockstep.certify.run import AS_PUBLISHED, certify, holds, line, read_tables
+from lockstep.certify.run import certify
 from lockstep.cli.main import main
 from lockstep.errors import InputError
 from real_server import RealServer
@@ -20,17 +21,17 @@ from real_server import RealServer
 pytestmark = pytest.mark.exports
 
 
-def endpoint(server: RealServer, path: str = "/v1", model: str = "demo-llama") -> Endpoint:
-    return Endpoint(f"{server.url}{path}", model, None, 60, 0)
+def endpoint(server: RealServer, requests: int, path: str = "/v1", model: str = "demo-llama") -> Endpoint:
+    return Endpoint(f"{server.url}{path}", model, None, 60, 0, requests)
 
 
 def test_a_server_of_the_model_is_as_published(server: RealServer, hypotheses: Path, tmp_path: Path) -> None:
-    certificate = certify(endpoint(server), "demo-llama", hypotheses / "hypotheses" / "all.json", 200)
-    assert (certificate.verdict, certificate.best) == (AS_PUBLISHED, PUBLISHED), line(certificate)
+    certificate = certify(endpoint(server, 200), hypotheses / "hypotheses" / "all.json")
+    assert (certificate.verdict, certificate.best) == (AS_PUBLISHED, PUBLISHED), certificate.line
     assert {"int4", "fp8", "truncated context", "another revision or model"} <= {*certificate.excluded}
-    assert certificate.evidence == "log-probabilities of up to 20 tokens"
+    assert certificate.evidence == "log-probabilities of up to 20 tokens, of prompts too"
     assert certificate.requests <= 200
-    assert holds(certificate.company) == "bits hold"
+    assert certificate.holds == "bits hold"
     certificate.save(tmp_path / "certificate.json")
     assert Certificate.load(tmp_path / "certificate.json") == certificate
 
@@ -83,4 +84,4 @@ def test_questions_are_prompts_of_golden_and_chats(hypotheses: Path) -> None:
 )
 def test_a_wrong_name_is_one_line(server: RealServer, hypotheses: Path, path: str, model: str, words: str) -> None:
     with pytest.raises(InputError, match=words):
-        certify(endpoint(server, path, model), model, hypotheses / "hypotheses" / "all.json", 10)
+        certify(endpoint(server, 10, path, model), hypotheses / "hypotheses" / "all.json")

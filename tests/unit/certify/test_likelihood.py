@@ -51,10 +51,9 @@ def log_ratios(tables: Tables, answers: Answers) -> dict[str, float]:
 def test_answers_as_published_are_no_alarm(tables: Tables, listed: int) -> None:
     all_members = members(tables)
     random = np.random.default_rng(1)
-    for member in all_members[: sum(member.hypothesis == PUBLISHED for member in all_members)]:
-        for _ in range(5):
-            sums = np.cumsum(log_likelihoods(all_members, simulated(member, listed, random)), axis=1)
-            assert max(log_evidence(by_hypothesis(all_members, column)) for column in sums[:, ::10].T) < LIMIT
+    for member in [member for member in all_members if member.hypothesis == PUBLISHED][::16]:
+        sums = np.cumsum(log_likelihoods(all_members, simulated(member, listed, random)), axis=1)
+        assert np.all(log_evidence(by_hypothesis(all_members, sums)) < LIMIT)
 
 
 @pytest.mark.parametrize("hypothesis", ["int8", "int4", SAMPLER, OTHER])
@@ -94,7 +93,7 @@ def test_answers_that_are_left_out_change_nothing(tables: Tables) -> None:
     odd = range(1, QUESTIONS, 2)
     parts = []
     for rows in (half, odd):
-        all_members = members(tables.at(rows))
+        all_members = [member.at(rows) for member in members(tables)]
         part = Answers(answers.values[list(rows)], answers.chosen[list(rows)])
         parts.append(log_likelihoods(all_members, part).sum(axis=1))
     assert by_hypothesis(members(tables), parts[0] + parts[1]) == pytest.approx(ratios)

@@ -219,7 +219,7 @@ def test_a_mapping_is_called_config_and_a_given_name_wins():
         InputError,
         match=r"^config: foo: unknown key, allowed: models, limits, tolerances, compare_seconds, "
         r"compare_seed, cache, skip_missing_backends, skip_missing_precisions, require_run, check_server, backends, "
-        r"devices$",
+        r"devices, endpoints$",
     ):
         load({**SMALLEST, "foo": "bar"})  # what `snakemake --config foo=bar` does
     with pytest.raises(InputError, match=r"^my.yaml: foo: unknown key"):

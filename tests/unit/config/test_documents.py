@@ -138,7 +138,7 @@ def test_aliases_that_repeat_or_hold_themselves_stay_one_short_line(tmp_path):
         InputError,
         match=r"^\S+: a0: unknown key, allowed: models, limits, tolerances, "
         r"compare_seconds, compare_seed, cache, skip_missing_backends, skip_missing_precisions, require_run, "
-        r"check_server, backends, devices \(and 31 more\)$",
+        r"check_server, backends, devices, endpoints \(and 31 more\)$",
     ):
         load(path)
 

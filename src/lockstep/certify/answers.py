@@ -1,0 +1,148 @@
+"""What an endpoint has answered so far, and how likely that is under each hypothesis.
+
+In: hypotheses (`certify.tables`), and replies to their questions. Out: sums of log-likelihoods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.artifacts.certificate import COMPLETION, EVERY, Hypotheses, Question
+from lockstep.artifacts.dtypes import numpy_dtype
+from lockstep.artifacts.files import sha256_file
+from lockstep.certify.client import Reply, Token, token_id
+from lockstep.certify.likelihood import (
+    LIMIT,
+    PUBLISHED,
+    STRANGE,
+    UNKNOWN,
+    Answers,
+    Member,
+    Tables,
+    by_hypothesis,
+    log_evidence,
+    log_likelihoods,
+    members,
+)
+from lockstep.checkpoint.safetensors_header import read_header
+from lockstep.errors import InputError
+
+
+def read_tables(path: Path, hypotheses: Hypotheses) -> Tables:
+    """Read the tables of hypotheses. Raises InputError for another file."""
+    file = path.parent / hypotheses.tables.file
+    if not file.is_file() or sha256_file(file) != hypotheses.tables.sha256:
+        raise InputError(f"{file}: expected the tables of {path.name}, found another file or none; make them again")
+    data = np.fromfile(file, np.uint8)
+    arrays: dict[str, dict[str, np.ndarray]] = {"values": {}, "noise": {}}
+    for name, record in read_header(file).items():
+        kind, _, table = name.partition(".")
+        numbers = data[record.offset : record.offset + record.length].view(numpy_dtype(record.dtype))
+        arrays[kind][table] = numbers.reshape(record.shape).astype(np.float64)
+    values = arrays["values"]
+    return Tables({PUBLISHED: values.pop(PUBLISHED), **values}, arrays["noise"])
+
+
+@dataclass
+class Answered:
+    """Replies to questions, by number, and their likelihoods."""
+
+    questions: Sequence[Question]
+    tables: Tables
+    replies: dict[int, Reply] = field(default_factory=dict)
+    sums: Any = 0.0  # log-likelihoods, [members]
+    evidence: float = -np.inf  # the most at any look
+    likelihoods: Mapping[str, float] = field(default_factory=dict)
+    trace: list[Mapping[str, float]] = field(default_factory=list)
+    _new: list[tuple[int, Token, bool, bool]] = field(default_factory=list)
+    _valued: set[int] = field(default_factory=set)
+    _members: list[Member] = field(default_factory=list)
+
+    def add(self, number: int, reply: Reply) -> None:
+        """Take a reply, and its answers to questions that its prompt begins with."""
+        self.replies[number] = reply
+        self._new.append((number, reply.token, True, number not in self._valued))
+        self._valued.add(number)
+        for other in beginnings(self.questions, number, len(reply.prompt)):
+            if other not in self._valued:
+                self._valued.add(other)
+                self._new.append((other, reply.prompt[len(self.questions[other].prompt_ids)], False, True))
+        if len(self._new) >= EVERY:
+            self.weigh()
+
+    @property
+    def is_weighed(self) -> bool:
+        return not self._new
+
+    def weigh(self) -> None:
+        """Weigh the replies since the last look."""
+        if self.is_weighed:
+            return
+        numbers, tokens, is_chosen, is_new = zip(*self._new)
+        self._new.clear()
+        answers = as_answers([self.questions[number] for number in numbers], tokens, self.tables)
+        chosen = np.where(is_chosen, answers.chosen, UNKNOWN)
+        if not self._members:
+            self._members = members(self.tables)
+        all_members = [member.at(numbers) for member in self._members]
+        likelihoods = log_likelihoods(all_members, Answers(answers.values, chosen, np.array(is_new)))
+        self.sums = self.sums + likelihoods.sum(axis=1)
+        sums = by_hypothesis(all_members, self.sums)
+        self.likelihoods = {name: float(value) for name, value in sums.items()}
+        self.evidence = max(self.evidence, float(log_evidence(sums)))
+        self.trace.append(self.relative())
+
+    def relative(self) -> dict[str, float]:
+        """Return the log-likelihoods relative to the likeliest."""
+        largest = max(self.likelihoods.values())
+        return {name: value - largest for name, value in self.likelihoods.items()}
+
+    def excluded(self, than: str = PUBLISHED) -> set[str]:
+        """Return the hypotheses that are at most 1/20,000 as likely as another one."""
+        return {name for name, value in self.likelihoods.items() if self.likelihoods[than] - value >= LIMIT}
+
+    @property
+    def best(self) -> str:
+        return max(self.likelihoods, key=lambda name: self.likelihoods[name])
+
+
+def beginnings(questions: Sequence[Question], number: int, count: int) -> list[int]:
+    """Return the other completions whose tokens a question begins with; none unless it has `count` tokens."""
+    ids = questions[number].prompt_ids
+    if len(ids) != count:
+        return []
+    shorter = []
+    for other, question in enumerate(questions):
+        length = len(question.prompt_ids)
+        if question.kind == COMPLETION and length < count and question.prompt_ids == ids[:length]:
+            shorter.append(other)
+    return shorter
+
+
+def as_answers(questions: Sequence[Question], tokens: Sequence[Token], tables: Tables) -> Answers:
+    """Return tokens by candidate. A text that several candidates have, or a part of a character, tells nothing."""
+    values = np.full((len(tokens), tables.values[PUBLISHED].shape[1]), np.nan)
+    chosen = np.full(len(tokens), UNKNOWN)
+    for row, (question, token) in enumerate(zip(questions, tokens)):
+        places: dict[str | int, int] = {candidate: place for place, candidate in enumerate(question.tokens)}
+        for place, text in enumerate(question.texts):
+            places[text] = UNKNOWN if text in places else place
+        for name, value in token.logprobs.items():
+            if (place := _place(places, name)) >= 0:
+                values[row, place] = value
+        chosen[row] = _place(places, token.text)
+    return Answers(values, chosen)
+
+
+def _place(places: Mapping[str | int, int], name: str) -> int:
+    if (number := token_id(name)) is not None:
+        return places.get(number, STRANGE)
+    text = name.replace("Ġ", " ").replace("▁", " ").replace("Ċ", "\n")
+    if not text or "\ufffd" in text or text.startswith(("bytes:", "<")):
+        return UNKNOWN
+    return places.get(text, STRANGE)
