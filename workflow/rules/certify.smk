@@ -39,7 +39,3 @@ rule certify:
         endpoint=lambda wildcards: plan()["endpoints"][wildcards.endpoint],
     script:
         SCRIPTS["certify"]
-
-
-def certificates(wildcards):
-    return [f"<results>/endpoints/{name}.json" for name in plan()["endpoints"] if DEVICE is None]

@@ -156,6 +156,11 @@ def collected(pattern, word):
     return paths
 
 
+def certificates(wildcards):
+    """The files of the config's endpoints; a run that is for one device asks none."""
+    return [f"<results>/endpoints/{name}.json" for name in plan()["endpoints"] if DEVICE is None]
+
+
 def compute_threads(wildcards):
     """Threads of a job that computes a whole model. Snakemake lowers it to the cores it was given."""
     size = weight_bytes(wildcards.model)

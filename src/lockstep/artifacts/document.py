@@ -418,6 +418,13 @@ def _is_spread(entry: _Entry) -> bool:
     return entry.mark in (Mark.INLINED, Mark.OTHERS)
 
 
+@functools.cache
+def _is_json(kind: Any) -> bool:
+    """Return whether a field holds any JSON, which may be nested deeper than Python's stack is."""
+    kind = _plain(kind)
+    return kind is Any or (get_origin(kind) is Mapping and get_args(kind)[-1] is Any)
+
+
 def _json(value: Any) -> Any:
     """Return the JSON of a field's value."""
     if isinstance(value, (str, int, float)):
@@ -440,7 +447,7 @@ def _object_json(value: Any) -> dict[str, Any]:
         elif entry.mark is Mark.INLINED:
             document.update(_object_json(item))
         elif entry.default is MISSING or item != entry.default:
-            document[entry.key] = _json(item)
+            document[entry.key] = item if _is_json(entry.kind) else _json(item)
     for key, name in getattr(value, "COMPUTED", {}).items():
         document[key] = getattr(value, name)
     return document

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator, Sequence
@@ -319,8 +320,9 @@ def test_invariance_goes_on_where_it_was_and_keeps_what_other_processes_gave(cas
     (row,) = runs[2]["models"].values()
     assert runs[0] == runs[1] and runs[0]["positions"] < 200 <= runs[2]["positions"] == row["positions"]
     assert runs[2]["differing"] == 0 and len(row["digests"]) == 1 and row["schedules"] > 1
-    runs[2]["models"][next(iter(runs[2]["models"]))]["device"]["name"] = "NVIDIA H200"
-    picture = ElementTree.fromstring(chart.draw_bits(runs[2]))
+    on_a_card = copy.deepcopy(runs[2])
+    on_a_card["models"][next(iter(runs[2]["models"]))]["device"]["name"] = "NVIDIA H200"
+    picture = ElementTree.fromstring(chart.draw_bits(on_a_card))
     assert f"{row['positions']:,}, 0 differ" in [text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")]
     path = Path(ended.stdout.strip())
     (name,) = runs[2]["models"]
