@@ -84,7 +84,7 @@ def main(
 
     All parts take some six minutes on one H200, and 128 GB of memory:
 
-        python -m benchmarks many-models --work /tmp/many-models
+        python -m benchmarks many-models --work FOLDER
 
     What is made in --work is used again. The record is many-models.json there, and on stdout.
     """

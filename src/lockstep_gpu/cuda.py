@@ -251,21 +251,30 @@ class Stream:
         capture can be invalid.
         """
         graph = Graph()
-        collects = gc.isenabled()
-        gc.disable()
-        check(runtime.cudaStreamBeginCapture(self.handle, runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed))
-        try:
-            yield graph
-        except BaseException:
-            runtime.cudaStreamEndCapture(self.handle)
-            raise
-        finally:
-            if collects:
-                gc.enable()
-        captured = check(runtime.cudaStreamEndCapture(self.handle))
+        mode = runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed
+        with _without_collection():
+            check(runtime.cudaStreamBeginCapture(self.handle, mode))
+            try:
+                yield graph
+            except BaseException:
+                runtime.cudaStreamEndCapture(self.handle)
+                raise
+            captured = check(runtime.cudaStreamEndCapture(self.handle))
         graph.executable = check(runtime.cudaGraphInstantiate(captured, 0))
         destroy_with(graph, runtime.cudaGraphExecDestroy, graph.executable)
         check(runtime.cudaGraphDestroy(captured))
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Collect no garbage in the `with` block."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class Graph:

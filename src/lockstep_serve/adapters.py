@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lockstep.artifacts.adapters import CONFIG, WEIGHTS
 from lockstep.errors import truncate_list
-from lockstep_serve.bodies import BadRequest
+from lockstep_serve.bodies import BadRequest, path_below
 from lockstep_serve.frames import Load, Loaded, Ready, Unload
 from lockstep_serve.link import EngineLink
 from lockstep_serve.stream import StreamError
@@ -111,11 +111,8 @@ class Adapters:
     def _find(self, text: str) -> tuple[str, Path]:
         """Return the name and path of a folder below the root, links followed. Raises BadRequest for another."""
         assert self._root is not None
-        try:
-            folder = (self._root / text).resolve()
-        except (OSError, ValueError, RuntimeError):
-            folder = self._root
-        if self._root not in folder.parents:
+        folder = path_below(self._root, text)
+        if folder in (None, self._root):
             expected = "the name of an adapter, or a folder below that of --allow-adapter-loading"
             raise BadRequest(f"lora: expected {expected}, found {text[:80]!r}", "lora", 403)
         name = folder.relative_to(self._root).as_posix()

@@ -9,6 +9,7 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
@@ -59,6 +60,15 @@ def bad_request(error: InputError, names: Mapping[str, str] = {}) -> BadRequest:
     name, _, message = str(error).partition(": ")
     name = names.get(name, name)
     return BadRequest(f"{name}: {message}", name)
+
+
+def path_below(root: Path, text: str) -> Path | None:
+    """Return the path that a request names, links followed; None if it is none, or outside of `root` (resolved)."""
+    try:
+        path = (root / text).resolve()
+    except (OSError, ValueError, RuntimeError):
+        return None
+    return path if path.is_relative_to(root) else None
 
 
 def check_words(name: str, words: Sequence[Sized], unit: str = "characters") -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.errors import InputError
 from lockstep.weights.replacement import write_manifest
-from lockstep_serve.bodies import BadRequest
+from lockstep_serve.bodies import BadRequest, path_below
 from lockstep_serve.frames import UpdateWeights, WeightsUpdated
 from lockstep_serve.log import log
 from lockstep_serve.stream import StreamError
@@ -83,12 +83,8 @@ class WeightUpdates:
         await asyncio.shield(asyncio.create_task(self._update(folder)))
 
     def _find(self, root: Path, path: str) -> Path:
-        try:
-            folder = (root / path).resolve()
-            files = [folder, *(file.resolve() for file in folder.glob("*.safetensors"))]
-        except (OSError, ValueError, RuntimeError):
-            files = [root.parent]
-        if any(file != root and root not in file.parents for file in files):
+        folder = path_below(root, path)
+        if folder is None or None in (path_below(root, str(file)) for file in folder.glob("*.safetensors")):
             raise BadRequest(
                 f"path: expected a folder in that of --allow-weight-updates, found {path[:80]!r}", "path", 403
             )

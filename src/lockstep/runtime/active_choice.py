@@ -51,15 +51,18 @@ class ActiveChoice:
         request = self.request
         if request.choose or (self.scheduled.siblings and request.sampling.temperature):
             return True
-        return not device_processes and bool(self.matcher or request.grammar or request.sampling.needs_logits)
+        return not device_processes and (self.is_constrained or request.sampling.needs_logits)
+
+    @property
+    def is_constrained(self) -> bool:
+        """Return whether a grammar, which may still be compiled, or a given answer says which tokens may come."""
+        return bool(self.request.grammar or self.request.forced_ids)
 
     @property
     def mask_needs_answer(self) -> bool:
         """Return whether the tokens that may come next depend on those before, besides their number."""
         sequences = self.request.sampling.bad_sequences
-        return bool(
-            self.matcher or self.request.grammar or self.bad_words or any(len(sequence) > 1 for sequence in sequences)
-        )
+        return self.is_constrained or bool(self.bad_words or any(len(sequence) > 1 for sequence in sequences))
 
     def forget_slot(self) -> None:
         """Note that the device has no parameters and masks of this choice: they were of another slot, or are old."""

@@ -319,6 +319,11 @@ def test_another_path_or_method_is_told_as_json(server: RealServer) -> None:
         assert status == expected and isinstance(json.loads(data)["error"], str)
 
 
+def test_a_server_without_the_option_takes_no_weights(server: RealServer) -> None:
+    status, _, data = server.request("POST", "/update_weights", {"path": "tuned"})
+    assert status == 403 and "expected a server with --allow-weight-updates" in json.loads(data)["error"]["message"]
+
+
 def test_a_body_beyond_the_limit_is_refused_before_it_is_read(server: RealServer) -> None:
     with socket.create_connection(("127.0.0.1", server.port), 20) as client:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 104857600\r\n\r\n{")

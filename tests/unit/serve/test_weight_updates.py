@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import shutil
@@ -20,8 +19,6 @@ from safetensors.numpy import load_file, save_file
 
 from lockstep.runtime import Engine, Model, Request, Sampling
 from lockstep.targets import Results
-from lockstep_serve.bodies import BadRequest
-from lockstep_serve.weight_updates import WeightUpdates
 from real_server import RealServer
 
 PROMPTS = [list(range(3, 12)), list(range(100, 180))]
@@ -170,9 +167,3 @@ def test_a_new_engine_has_the_weights_that_the_killed_one_had(
     about, choices = complete(server)
     assert server.engine_pid != killed and choices == expected["tuned"]
     assert about == (answer["weights_version"], answer["system_fingerprint"])
-
-
-def test_a_server_without_the_option_takes_none() -> None:
-    with pytest.raises(BadRequest, match="expected a server with --allow-weight-updates") as error:
-        asyncio.run(WeightUpdates(None, None).update("tuned"))  # type: ignore[arg-type]
-    assert error.value.status == 403
