@@ -23,7 +23,8 @@ class ActiveChoice:
     answer: its tokens; the next step computes the last one. replayed: tokens that were returned before an interruption
     and are still to be recomputed. sampling_slot: the slot whose sampling parameters the model has, or -1. bad_words:
     has seen all tokens of `replayed`. masked_ends: whether the model's masks are without end tokens; None: it has none.
-    grammar_failed: the grammar allows no token. eos_token_ids: of its checkpoint.
+    grammar_failed: the grammar allows no token. eos_token_ids: of its checkpoint. is_constrained: a grammar, which may
+    still be compiled, or a given answer says which tokens may come.
     """
 
     index: int
@@ -41,6 +42,11 @@ class ActiveChoice:
     prompt_logprobs: int | None = None
     masked_ends: bool | None = None
     grammar_failed: bool = False
+    is_constrained: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Compute once what each step asks."""
+        self.is_constrained = bool(self.request.grammar or self.request.forced_ids)
 
     def needs_logits(self, device_processes: bool) -> bool:
         """Return whether the host chooses the next token.
@@ -52,11 +58,6 @@ class ActiveChoice:
         if request.choose or (self.scheduled.siblings and request.sampling.temperature):
             return True
         return not device_processes and (self.is_constrained or request.sampling.needs_logits)
-
-    @property
-    def is_constrained(self) -> bool:
-        """Return whether a grammar, which may still be compiled, or a given answer says which tokens may come."""
-        return bool(self.request.grammar or self.request.forced_ids)
 
     @property
     def mask_needs_answer(self) -> bool:
