@@ -1,7 +1,7 @@
-"""What other packages register with this one, by entry points of Python packages.
+"""Plug-ins that other packages register by entry points.
 
-    lockstep.backends    a package with modules `settings` and `backend` (see `lockstep.config.backends`), beside the
-                         folders of `src/lockstep/backends`
+    lockstep.backends    a package with modules `settings` and `backend` (see `lockstep.config.backends`), as the
+                         folders of `src/lockstep/backends` are
     lockstep.commands    a subcommand, a `click.Command`
     lockstep.protocols   a protocol of `lockstep serve` (see `lockstep_serve.protocols`)
     lockstep.server      `open_server`, which the check `served` opens a server with
@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import importlib.util
 import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import InputError
+from lockstep.errors import InputError, is_installed
 
 _DISTRIBUTION = "lockstep-engines"
 _OWN_BACKENDS = Path(__file__).resolve().parent / "backends"
@@ -30,28 +29,26 @@ _OWN_BACKENDS = Path(__file__).resolve().parent / "backends"
 def entry_points(group: str) -> Mapping[str, importlib.metadata.EntryPoint]:
     """Return the entry points of a group ("backends"), sorted by their names."""
     group = f"lockstep.{group}"
-    registered = [entry for entry in importlib.metadata.entry_points(group=group) if not _is_gone(entry)]
-    # After those of what is installed, which may be this checkout as it was then.
-    in_checkout = _entry_points_of_checkout().get(group, {})
-    registered += [importlib.metadata.EntryPoint(name, value, group) for name, value in in_checkout.items()]
-    return {entry.name: entry for entry in sorted(registered, key=lambda entry: entry.name)}
+    by_name = {}
+    for entry in importlib.metadata.entry_points(group=group):
+        if not _is_removed(entry):
+            by_name[entry.name] = entry
+    # The checkout's replace those of the installation, which is editable and may be older than pyproject.toml is now.
+    for name, value in _entry_points_of_checkout().get(group, {}).items():
+        by_name[name] = importlib.metadata.EntryPoint(name, value, group)
+    return dict(sorted(by_name.items()))
 
 
-def _is_gone(entry: importlib.metadata.EntryPoint) -> bool:
-    """Return whether this project registered the entry when it was installed, and has its module no more."""
-    if entry.dist is None or entry.dist.name != _DISTRIBUTION:
-        return False
-    try:
-        return importlib.util.find_spec(entry.module) is None
-    except ModuleNotFoundError:  # its package is gone too
-        return True
+def _is_removed(entry: importlib.metadata.EntryPoint) -> bool:
+    """Return whether this project registered the entry when it was installed, and has since lost its module."""
+    return entry.dist is not None and entry.dist.name == _DISTRIBUTION and not is_installed(entry.module)
 
 
 @functools.cache
 def _entry_points_of_checkout() -> Mapping[str, Mapping[str, str]]:
-    """Return {group: {name: value}} of this project's pyproject.toml.
+    """Return {group: {name: value}} of this project's pyproject.toml; {} where the package is installed as a wheel.
 
-    Snakemake's environments have the checkout, not installed.
+    Environments that Snakemake makes import the package from the checkout, and have no metadata of it.
     """
     project = Path(__file__).resolve().parents[2] / "pyproject.toml"
     if sys.version_info < (3, 11) or not project.is_file():  # tomllib came with 3.11
@@ -62,24 +59,23 @@ def _entry_points_of_checkout() -> Mapping[str, Mapping[str, str]]:
 
 
 def load_plugin(group: str, name: str) -> Any:
-    """Return what an entry point names. Raises InputError where no installed package registers it."""
-    try:
-        entry = entry_points(group)[name]
-    except KeyError:
+    """Return the object that an entry point names. Raises InputError where no installed package registers it."""
+    registered = entry_points(group)
+    if name not in registered:
         raise InputError(
             f"lockstep.{group}: expected an installed package that registers {name!r}, found none; "
             "install this project again"
-        ) from None
-    return entry.load()
+        )
+    return registered[name].load()
 
 
 @functools.cache
 def backend_packages() -> Mapping[str, str]:
-    """Return the package of each backend by the backend's name, sorted; none is imported."""
+    """Return {backend: its package}, sorted; none is imported."""
     packages = {name: entry.value for name, entry in entry_points("backends").items()}
     for settings in _OWN_BACKENDS.glob("*/settings.py"):
         name = settings.parent.name
         packages[name] = f"lockstep.backends.{name}"
-    wrong = [name for name in packages if not re.fullmatch("[a-z][a-z0-9_]*", name)]
-    assert not wrong, f"backends: expected names of small letters, digits and _, found {', '.join(sorted(wrong))}"
-    return {name: packages[name] for name in sorted(packages)}
+    for name in packages:  # which stand in paths, and in the names of targets
+        assert re.fullmatch("[a-z][a-z0-9_]*", name), f"backends: expected small letters, digits and _, found {name!r}"
+    return dict(sorted(packages.items()))

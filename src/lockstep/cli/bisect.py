@@ -30,11 +30,11 @@ def bisect(
     config = used_config(tree)
     chosen = config.parse_target(target, of_last_run(tree))
     from lockstep.verify.bisect.report import text
-    from lockstep.verify.bisect.run import bisect as find
+    from lockstep.verify.bisect.run import bisect as bisect_target
 
     tolerance = config.tolerance(chosen.model, chosen.precision, chosen.backend)
     with working(f"bisect {chosen}"):
-        report = find(tree, chosen, tolerance, prompt, threads, inputs=save_inputs)
+        report = bisect_target(tree, chosen, tolerance, prompt, threads, inputs=save_inputs)
     if as_json:
         return echo_json(report.to_json())
     click.echo(text(report), nl=False)

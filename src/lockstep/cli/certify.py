@@ -60,10 +60,10 @@ def certify(
         certificate = judge(endpoint, hypotheses, not no_company)
     if out is not None:
         certificate.save(out)
-    if out is not None and sign_key is not None:
-        from lockstep.publish.certificates import sign
+        if sign_key is not None:
+            from lockstep.publish.certificates import sign
 
-        sign(out, sign_key)
+            sign(out, sign_key)
     if page is not None:
         from lockstep.artifacts.files import write_bytes
         from lockstep.report import pages
@@ -78,12 +78,12 @@ def certify(
             click.echo(f"{name:<34} log-likelihood {value:10.1f}{words}")
         for note in certificate.skipped:
             click.echo(note, err=True)
-    certificate.check()
+    certificate.check()  # raises its line for any verdict but "as published"
     click.echo(certificate.line, err=as_json)
 
 
 def _hypotheses(golden: Path, layers: str, checkpoint: Path | None) -> Path:
-    """Return the path of a reference's hypotheses, which are made where they are of another one or absent."""
+    """Return the path of a reference's hypotheses; make those that are absent or of another reference."""
     from lockstep.artifacts.certificate import Hypotheses
     from lockstep.artifacts.files import sha256_file
 

@@ -24,15 +24,16 @@ if TYPE_CHECKING:
     from lockstep.runtime.step_sizes import StepSizes
 
 _VERSIONS = ("snakemake", "torch", "transformers", "onnx", "onnxruntime", "openvino")
-# TensorRT has a package for each version of CUDA, which has three parts.
+# TensorRT has a package for each version of CUDA; of its parts, `bindings` alone is enough to import it.
 _TENSORRT = ("tensorrt", "tensorrt-cu12", "tensorrt-cu13", "tensorrt-cu12-bindings", "tensorrt-cu13-bindings")
 _GB = 1e9
-# Of the largest job of a model, as workflow/rules ask a cluster for it: bytes, and bytes for each byte of weights in 16
-# bits (docs/clusters.md). A quantised target's graphs are checked with its weights in fp32.
+# Memory of a model's largest job, as workflow/rules ask a cluster for it (a test compares them): for any model, and
+# for each byte of its weights in 16 bits. The graphs of quantized targets are checked with their weights in fp32.
 JOB_NBYTES = 2.5e9
 JOB_PER_BYTE = 4.5
 QUANTIZED_PER_BYTE = 8
-_COPY_NBYTES = {"gguf": 4.0, "hub": 2.0, "random": 2.0}  # of a parameter, in the checkpoint that a job makes
+# Bytes of a parameter in the checkpoint that a job makes; a folder is read where it lies.
+_COPY_NBYTES = {"gguf": 4.0, "hub": 2.0, "random": 2.0}
 
 
 @click.command()
@@ -55,16 +56,17 @@ def doctor(config: Path | None, target: str | None, results: Path, as_json: bool
     from lockstep.config.load import load
 
     facts = _machine()
+    lines = _machine_lines(facts)
     if target is not None:
-        facts["step_sizes"] = _step_sizes(target, results)
+        step_sizes = _step_sizes(target, results)
+        facts["step_sizes"] = step_sizes.to_json()
+        lines.append(str(step_sizes))
     if config is not None:
         facts["models"] = _models(load(config), str(config))
+        lines += [model_line(name, needed) for name, needed in facts["models"].items()]
     if as_json:
-        if target is not None:
-            facts["step_sizes"] = facts["step_sizes"].to_json()
         return echo_json(facts)
-    for line in _lines(facts):
-        click.echo(line)
+    click.echo("\n".join(lines))
 
 
 def _machine() -> dict[str, Any]:
@@ -108,7 +110,7 @@ def _tensorrt_version() -> dict[str, str]:
 
 
 def _backends() -> dict[str, dict[str, Any]]:
-    """Return for each backend its precisions, and why its engines are not built or run here, None where they are."""
+    """Return for each backend its precisions, and the reasons why engines are not built or run here, or None."""
     from lockstep.config.backends import backends
 
     by_backend = {}
@@ -125,16 +127,15 @@ def _backends() -> dict[str, dict[str, Any]]:
 
 
 def _models(config: Config, where: str) -> dict[str, dict[str, Any]]:
-    """Return the needs of each model of the config; without numbers where it must be fetched first."""
-    places = config.check_sources(where=where)
+    """Return the needs of each model of the config; {} of one that must be fetched first."""
     needs_by_model: dict[str, dict[str, Any]] = {name: {} for name in config.models}
-    for name, place in places.items():
+    for name, place in config.check_sources(where=where).items():
         needs_by_model[name] = needs(config, name, place)
     return needs_by_model
 
 
 def needs(config: Config, name: str, place: Path) -> dict[str, Any]:
-    """Return what a model needs: parameters, bytes, and seconds by stage; nothing where its size is not told.
+    """Return a model's parameters, the bytes that its run needs, and seconds by stage; {} where its size is unknown.
 
     place: its folder, config.json or GGUF file.
     """
@@ -145,22 +146,24 @@ def needs(config: Config, name: str, place: Path) -> dict[str, Any]:
 
     shape = read_shape(place)
     parameters = shape.num_parameters
+    # A number of a packed tensor holds several weights: there the config's shapes count, not the tensors'.
     if shape.packing is None and has_weights(place):
         parameters = sum(math.prod(tensor.shape) for tensor in find_tensors(place).tensors.values())
     if parameters is None:
         return {}
     precisions = config.models[name].all_precisions()
     copy_nbytes = _COPY_NBYTES.get(kind_of(config.models[name].source), 0.0)
+    nbytes = copy_nbytes + sum(PARAMETER_NBYTES[precision] for precision in precisions)
     factor = QUANTIZED_PER_BYTE if any(map(is_quantized, precisions)) else JOB_PER_BYTE
     return {
         "parameters": parameters,
         "memory_bytes": round(JOB_NBYTES + factor * 2 * parameters),
-        "disk_bytes": round(parameters * (copy_nbytes + sum(PARAMETER_NBYTES[precision] for precision in precisions))),
+        "disk_bytes": round(nbytes * parameters),
         "seconds": seconds_by_stage(config, name, parameters, shape.num_hidden_layers),
     }
 
 
-def _lines(facts: dict[str, Any]) -> list[str]:
+def _machine_lines(facts: dict[str, Any]) -> list[str]:
     cpu = facts["cpu"]
     lines = [
         ", ".join(f"{name} {version}" for name, version in facts["versions"].items()),
@@ -181,29 +184,27 @@ def _lines(facts: dict[str, Any]) -> list[str]:
     missing_extras = [extra for extra in sorted(facts["missing_extras"]) if extra not in facts["backends"]]
     if missing_extras:
         lines.append(f"Extras not installed: {', '.join(missing_extras)}. To install one: {pip_install('NAME')}")
-    if "step_sizes" in facts:
-        lines.append(str(facts["step_sizes"]))
-    for name, model in facts.get("models", {}).items():
-        lines.append(model_line(name, model))
     return lines
 
 
-def model_line(name: str, model: dict[str, Any]) -> str:
-    """Return a line on a model's needs compared with this machine. needs: of `_models`."""
-    if not model:
+def model_line(name: str, needed: dict[str, Any]) -> str:
+    """Compare a model's `needs` with this machine, in a line."""
+    if not needed:
         return f"{name}: its size is known once it is fetched"
     words = []
-    for key, what, available in (("memory_bytes", "memory", total_bytes()), ("disk_bytes", "disk", _free_disk())):
-        fits = ""
-        if model[key] > available:
-            fits = f", more than the {_size(available)} here"
-        words.append(f"about {_size(model[key])} of {what}{fits}")
-    total = sum(model["seconds"].values())
-    longest = [(stage, seconds / total) for stage, seconds in list(model["seconds"].items())[:5]]
-    stages = ", ".join(f"{stage} {part:.0%}" for stage, part in longest if part >= 0.01)
+    for what, nbytes, available in (
+        ("memory", needed["memory_bytes"], total_bytes()),
+        ("disk", needed["disk_bytes"], _free_disk()),
+    ):
+        words.append(f"about {_size(nbytes)} of {what}")
+        if nbytes > available:
+            words[-1] += f", more than the {_size(available)} here"
+    total = sum(needed["seconds"].values())
+    longest = list(needed["seconds"].items())[:5]  # which are sorted by time
+    stages = ", ".join(f"{stage} {seconds / total:.0%}" for stage, seconds in longest if seconds >= total / 100)
     time = f"{total / 60:.0f} min" if total < 7200 else f"{total / 3600:,.0f} h"
     words.append(f"about {time} on {_cores()} cores ({stages})")
-    millions = model["parameters"] / 1e6
+    millions = needed["parameters"] / 1e6
     decimals = 0 if millions >= 1 else 1
     return f"{name}: about {millions:,.{decimals}f} M parameters: {', '.join(words)}"
 

@@ -51,6 +51,7 @@ def missing_package(command: str | None, error: ModuleNotFoundError) -> InputErr
     module = error.name or ""
     if module.partition(".")[0] in ("", "lockstep", "lockstep_gpu", "lockstep_serve"):
         return None
+    # The error names a part of a package ("torch.fx"), or the folder that several share ("google" of google.protobuf).
     packages = [name for name in EXTRAS if f"{module}.".startswith(f"{name}.") or f"{name}.".startswith(f"{module}.")]
     remedies = [pip_install(EXTRAS[name]) for name in packages] or ["install it"]
     return InputError(

@@ -14,9 +14,9 @@ SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 120, "sh
 
 
 class GroupedCommand(click.Command):
-    """A command whose help has its options below titles.
+    """A command whose help lists options below titles.
 
-    groups: a group's title to its options, without dashes; others are below "Options".
+    groups: {title: names of its options, without dashes}; the other options are below "Options".
     """
 
     groups: Mapping[str, str] = {}
@@ -37,7 +37,7 @@ class GroupedCommand(click.Command):
 class GuardedGroup(click.Group):
     """A command group that turns users' mistakes into one line and an exit code.
 
-    Ctrl-C too, before click handles it. So is a package of an extra that is not installed.
+    So it does with Ctrl-C, before click sees it, and with a package of an extra that is not installed.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:

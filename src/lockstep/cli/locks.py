@@ -87,21 +87,21 @@ def verify(
     A MODEL may be a bundle, a file that ends with .tar, or a certificate, which ends with .json. Exit code 0 if all are
     right, else 1.
     """
-    if certificates := [Path(model) for model in models if model.endswith(".json")]:
-        if len(certificates) < len(models) or signature != bool(keys):
-            raise InputError("verify: expected certificates, and keys with --signature, found others; run it for each")
-        from lockstep.publish.certificates import verify as read_certificate
-
-        lines = [read_certificate(path, keys) for path in certificates]
-        return echo_json({"certificates": lines}) if as_json else click.echo("\n".join(lines))
-    if bundles := [Path(model) for model in models if model.endswith(BUNDLE_SUFFIX)]:
-        if len(bundles) < len(models):
-            raise InputError("verify: expected models or bundles, found both; run it for each")
-        return _verify_bundles(bundles, signature, keys, as_json)
-    if signature:
+    kind, *other_kinds = set(map(_kind, models)) or {"model"}
+    if other_kinds:
+        raise InputError("verify: expected models, bundles or certificates, found several of these; run it for each")
+    if keys and not signature:
+        raise InputError("--key: expected it with --signature, found none; add it")
+    if kind == "model" and signature:
         raise InputError("--signature: expected a bundle, found none; name one that ends with .tar")
+    if signature and not keys:
+        raise InputError("--signature: expected who may have signed, found none; name a public key by --key")
+    if kind == ".json":
+        return _verify_certificates([Path(name) for name in models], keys, as_json)
+    if kind == BUNDLE_SUFFIX:
+        return _verify_bundles([Path(name) for name in models], keys, as_json)
     from lockstep.provenance.verify import SAME
-    from lockstep.provenance.verify import verify as check
+    from lockstep.provenance.verify import verify as verify_results
 
     locks_by_model = {path.name.removesuffix(".lock.json"): path for path in sorted(locks.glob("*.lock.json"))}
     for model in models:
@@ -111,12 +111,8 @@ def verify(
                 f"neither; run `lockstep run` first, or correct the name"
             )
     with working(f"verify {results}"):
-        findings = check(
-            results,
-            {model: path for model, path in locks_by_model.items() if not models or model in models},
-            models,
-            deep,
-        )
+        chosen_locks = {model: path for model, path in locks_by_model.items() if not models or model in models}
+        findings = verify_results(results, chosen_locks, models, deep)
     if not findings:
         raise InputError(f"{results}: expected results to verify, found none; run `lockstep run` first")
     wrong = [finding for finding in findings if finding.status != SAME]
@@ -138,24 +134,34 @@ def verify(
         )
 
 
-def _verify_bundles(bundles: list[Path], signature: bool, keys: tuple[Path, ...], as_json: bool) -> None:
-    from lockstep.publish.signature import check_contents
-    from lockstep.publish.signature import verify as check
+def _kind(name: str) -> str:
+    """Return the suffix of a bundle or certificate; "model" for the name of a model, which may hold a dot."""
+    suffix = Path(name).suffix
+    return suffix if suffix in (".json", BUNDLE_SUFFIX) else "model"
 
-    if keys and not signature:
-        raise InputError("--key: expected it with --signature, found none; add it")
-    if signature and not keys:
-        raise InputError("--signature: expected who may have signed, found none; name a public key by --key")
+
+def _verify_certificates(certificates: list[Path], keys: tuple[Path, ...], as_json: bool) -> None:
+    from lockstep.publish import certificates as documents
+
+    lines = [documents.verify(path, keys) for path in certificates]
+    if as_json:
+        return echo_json({"certificates": lines})
+    click.echo("\n".join(lines))
+
+
+def _verify_bundles(bundles: list[Path], keys: tuple[Path, ...], as_json: bool) -> None:
+    from lockstep.publish import signature
+
     checked = []
     for bundle in bundles:
         entry = file_json(bundle)
         line = f"{bundle}: as it was packed"
         with working(f"verify {bundle}"):
-            if signature:
-                entry["signer"] = check(bundle, keys)
+            if keys:
+                entry["signer"] = signature.verify(bundle, keys)
                 line += f", signed by {entry['signer']}"
             else:
-                check_contents(bundle)
+                signature.check_contents(bundle)
         checked.append(entry)
         if not as_json:
             click.echo(line)

@@ -47,7 +47,7 @@ def check_was_run(results: Results) -> None:
 def used_config(results: Results) -> Config:
     """Return the config that the results were made with.
 
-    Raises InputError where it is not the one of its statement, or has keys that this version does not know.
+    Raises InputError where its statement is of another one, or this version does not know its keys.
     """
     from lockstep.artifacts.files import OTHER_VERSION, read_json
     from lockstep.artifacts.statement import statement_path
@@ -147,30 +147,26 @@ def speculative(text: str | None, results: Path) -> dict[str, Any] | None:
     tree = Results(results)
     if options.target is None:
         return asdict(options)
-    # Any number of first layers drafts, though it was never checked: the drafts are verified.
-    model, _, tail = options.target.partition("/")
-    precision, _, tail = tail.partition("/")
-    layers, _, backend = tail.partition("/")
-    if layers.isdecimal():
-        place = _of_target("/".join(filter(None, (model, precision, "all", backend))), tree)
-        cut_layers: int | str = int(layers)
-    else:
-        place = _of_target(options.target, tree)
-        cut_layers = place.target.layers
+    # Any number of first layers may draft, also one that is no target and was never checked: the model verifies drafts.
+    names = options.target.split("/")
+    first_layers = None
+    if len(names) > 2 and names[2].isdecimal():
+        first_layers = int(names[2])
+        names[2] = "all"
+    place = _of_target("/".join(names), tree)
+    layers = place.target.layers if first_layers is None else first_layers
     resolved = replace(
-        options, engines=str(place.engines), assembly=str(place.assembly), weights=str(place.weights), layers=cut_layers
+        options, engines=str(place.engines), assembly=str(place.assembly), weights=str(place.weights), layers=layers
     )
     return asdict(resolved)
 
 
 def _check_stated(tree: Results, place: Opened) -> None:
-    """Raise InputError where the statement of an artefact of the target is missing or is of another file.
-
-    A results tree that was made by calls of functions has no statements.
-    """
+    """Raise InputError where the statement of an artefact of the target is missing or is of another file."""
     from lockstep.artifacts.statement import statement_path
     from lockstep.provenance.statements import read_statement
 
+    # The workflow states its config first; who calls the package's functions has a tree without statements.
     if not statement_path(tree.config()).is_file():
         return
     for path in (place.assembly, place.weights, place.engines):

@@ -17,7 +17,6 @@ from lockstep.targets import Results
 
 _REFERENCE = click.argument("reference", metavar="HOST/REPOSITORY[:TAG]")
 _PLAIN = click.option("--plain-http", is_flag=True, help="Without TLS, as for a registry on this machine.")
-_BUNDLE = FILE
 
 
 def _lock(words: str) -> Callable[[Any], Any]:
@@ -25,7 +24,7 @@ def _lock(words: str) -> Callable[[Any], Any]:
 
 
 @click.command()
-@click.argument("bundle", type=_BUNDLE)
+@click.argument("bundle", type=FILE)
 @_REFERENCE
 @_lock("Write the manifest's digest into this lock.")
 @_PLAIN
@@ -54,7 +53,7 @@ def push(bundle: Path, reference: str, lock: Path | None, plain_http: bool, as_j
 
 @click.command()
 @_REFERENCE
-@click.argument("out", type=_BUNDLE)
+@click.argument("out", type=FILE)
 @_lock("Take the very manifest that this lock names.")
 @_PLAIN
 @JSON
@@ -75,7 +74,7 @@ def pull(reference: str, out: Path, lock: Path | None, plain_http: bool, as_json
 
 @click.command()
 @TARGET
-@click.option("--out", type=_BUNDLE, help="The file to write.  [default: standard output]")
+@click.option("--out", type=FILE, help="The file to write.  [default: standard output]")
 @RESULTS
 def sbom(target: str, out: Path | None, results: Path) -> None:
     """Write the bill of materials of a target, a CycloneDX 1.7 ML-BOM."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Project:
-    """A target, its config and the folder or file of its model's source; None of one that is not there yet."""
+    """A target, its config, and the folder or file of its model's source, or None where it is not there yet."""
 
     config: Config
     target: Target
@@ -44,7 +44,7 @@ class _Project:
 @RESULTS
 def explain(target: str, as_json: bool, config_file: Path | None, results: Path) -> None:
     """Explain what a run would make again for a target, and why."""
-    from lockstep.provenance.explain import explain as reasons
+    from lockstep.provenance.explain import explain as explain_steps
     from lockstep.provenance.sources import Sources
 
     tree = Results(results)
@@ -53,7 +53,7 @@ def explain(target: str, as_json: bool, config_file: Path | None, results: Path)
     chosen = project.target
     adapters = project.config.adapter_folders(chosen.model, results=tree)
     sources = Sources.of(project.config, chosen.model, tree, project.source, adapters)
-    steps = reasons(project.config, tree, chosen, sources)
+    steps = explain_steps(project.config, tree, chosen, sources)
     rebuilt_steps = [step for step in steps if step.rebuilt]
     if as_json:
         entries = []
@@ -101,12 +101,12 @@ def reproduce(
     """
     if against is not None:
         return _compare_with_lock(target, against, config_file, as_json, results)
-    from lockstep.provenance.reproduce import reproduce as again
+    from lockstep.provenance.reproduce import reproduce as build_rounds
 
     tree = Results(results)
     config = used_config(tree)
     chosen = made_target(config, tree, target)
-    record = again(config.dump(), tree, chosen, rounds, vary)
+    record = build_rounds(config.dump(), tree, chosen, rounds, vary)
     path = tree.reproduction(chosen.model, chosen.precision, chosen.layers, chosen.backend)
     if as_json:
         echo_json(record.to_json())
@@ -135,6 +135,7 @@ def _compare_with_lock(text: str, lock: Path, config_file: Path | None, as_json:
     project = _Project.open(text, config_file, tree)
     target = project.target
     folder = project.source
+    # Of the hub, a GGUF file or random weights the checkpoint is the folder that a job made.
     if not project.config.is_folder(target.model):
         folder = folder_of(tree.source(target.model))
     if folder is None or not folder.is_dir():

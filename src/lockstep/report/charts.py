@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from pygal.graph.graph import Graph
 
 _HEIGHT = 235
-_BELOW = 10  # the legend
-_WIDTH = 340  # points, a phone's page: text is as large there as `_FONT_SIZE` says
+_WIDTH = 340  # points, the width of a phone, where text then has `_FONT_SIZE`
 _FONT_SIZE = 11
-_COLUMNS = 3  # of a legend
-_BAR = 22  # points of height
-_ABOVE = 1.02  # pygal leaves out the tick of the upper edge, and cuts lines there
-_DIGITS = re.compile(r"(\d+\.\d)\d+")
+_BOTTOM_MARGIN = 10  # below the legend
+_LEGEND_COLUMNS = 3
+_BAR_HEIGHT = 22
+_HEADROOM = 1.02  # pygal leaves out a tick on the upper edge, and cuts lines there
+_DECIMALS = re.compile(r"(\d+\.\d)\d+")
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def curves(title: str, x_title: str, series: Series, x_ticks: Sequence[float] = 
     chart = pygal.XY(
         **_options(title, x_title=x_title, **_room_for_legend(len(drawn)), **{"dots_size": 2.5, **options}),
         logarithmic=True,
-        range=(y_ticks[0], _ABOVE * y_ticks[-1]),
+        range=(y_ticks[0], _HEADROOM * y_ticks[-1]),
         value_formatter=_short,
         x_value_formatter=_short,
     )
@@ -85,7 +85,7 @@ def lines(title: str, x_title: str, names: Sequence[str], series: Mapping[str, S
     chart = pygal.Line(
         **_options(title, x_title=x_title, dots_size=2),
         logarithmic=True,
-        range=(ticks[0], _ABOVE * ticks[-1]),
+        range=(ticks[0], _HEADROOM * ticks[-1]),
         value_formatter=_short,
         allow_interruptions=True,
         x_labels_major_every=-(-len(names) // 8),
@@ -105,7 +105,7 @@ def bars(title: str, values: Mapping[str, float]) -> Markup:
     if not values:
         return Markup()
     chart = pygal.HorizontalBar(
-        **_options(title, height=52 + _BAR * len(values)),
+        **_options(title, height=52 + _BAR_HEIGHT * len(values)),
         print_values=True,
         print_values_position="top",
         show_legend=False,
@@ -168,10 +168,10 @@ def _options(title: str, **options: Any) -> dict[str, Any]:
         "js": (),
         "margin": 4,
         "margin_right": 18,  # half of the last label
-        "margin_bottom": _BELOW,
+        "margin_bottom": _BOTTOM_MARGIN,
         "spacing": 6,
         "legend_at_bottom": True,
-        "legend_at_bottom_columns": _COLUMNS,
+        "legend_at_bottom_columns": _LEGEND_COLUMNS,
         "legend_box_size": 9,
         "truncate_legend": -1,
         "truncate_label": -1,
@@ -181,8 +181,8 @@ def _options(title: str, **options: Any) -> dict[str, Any]:
 
 def _room_for_legend(names: int) -> dict[str, Any]:
     """Return the height that a last row of names takes, which pygal counts where it is full."""
-    missing = 17 * (names % _COLUMNS > 0)
-    return {"height": _HEIGHT + missing, "margin_bottom": _BELOW + missing, "show_legend": names > 1}
+    missing = 17 * (names % _LEGEND_COLUMNS > 0)
+    return {"height": _HEIGHT + missing, "margin_bottom": _BOTTOM_MARGIN + missing, "show_legend": names > 1}
 
 
 def _pygal_point(point: Point) -> dict[str, Any]:
@@ -239,5 +239,5 @@ def _svg(chart: Graph) -> Markup:
         parent.attrib.pop("id", None)
         # A digit after the point is precise enough for a screen, and halves the size of the page.
         for key, value in parent.items():
-            parent.set(key, _DIGITS.sub(r"\1", value))
+            parent.set(key, _DECIMALS.sub(r"\1", value))
     return Markup(etree.tostring(root, encoding="unicode"))

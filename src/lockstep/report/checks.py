@@ -80,9 +80,9 @@ class Checked(Generic[AnyReport]):
 class Check(Generic[AnyReport]):
     """A check.
 
-    name: of its stage. kind: of its report. expected: when a target counts as "not run" because this check has not run:
-    always; once the check has run, on these files or older ones; or never. compares, title: in words. result: the
-    column of its result. figures: other columns of the summary, and how to compute them from the report.
+    name: of its stage. kind: the class of its report. expected: when a target counts as "not run" because this check
+    has not run: always; once it has run, on these files or older ones; or never. compares, title: in words. result: the
+    column of its result. figures: other columns of the summary, each with a function that takes it from the report.
     """
 
     name: str
@@ -103,7 +103,7 @@ class Check(Generic[AnyReport]):
     def read(
         self, results: Results, target: Target, cannot_run: str | None, content: Callable[[Path], str]
     ) -> Checked[AnyReport] | None:
-        """Return the result of the check; None if the target does not need it. Arguments: `details.read_details`."""
+        """Return the result of the check; None if the target does not need it. The arguments are `read_details`'s."""
         out = self.path(results, target)
         checked = self._checked(results, target, content)
         if checked.result != NOT_RUN:
@@ -112,7 +112,7 @@ class Check(Generic[AnyReport]):
             if cannot_run and "backend" in self.stage.wildcards and not out.is_file():
                 return Checked(NOT_RUN, cannot_run)
             return checked
-        # Its report, even an outdated one, shows that somebody wants this check.
+        # Some targets only have this check; a report, even an outdated one, shows that this is one of them.
         if self.expected == "once run" and (out.is_file() or failed_path(out).is_file()):
             return checked
         return None
@@ -125,7 +125,7 @@ class Check(Generic[AnyReport]):
                 message = read_json(failed).get("failure")
                 return Checked(FAIL, str(message or f"see {failed}"), loaded(self.kind.load, failed))
             if not out.is_file():
-                return Checked(NOT_RUN, "not made yet")  # the same for all, which are counted by it
+                return Checked(NOT_RUN, "not made yet")  # no path: `verdict.reasons` groups targets by this text
             if not statement_path(out).is_file():
                 return Checked(NOT_RUN, f"no statement says how {out} was made")
             report = self.kind.load(out)
@@ -138,9 +138,9 @@ class Check(Generic[AnyReport]):
         except InputError as error:
             return Checked(NOT_RUN, " ".join(str(error).split()))
         except FileNotFoundError as error:
-            # Another job is making it at this moment.
+            # A job that runs now has removed it and will write it again.
             return Checked(NOT_RUN, f"{error.filename} is not there")
-        except (LookupError, TypeError, AttributeError):
+        except (LookupError, TypeError, AttributeError):  # JSON of another shape: `failed` is read without a type
             return Checked(NOT_RUN, f"{out}: expected a report, found other entries")
 
 
@@ -152,7 +152,7 @@ def loaded(load: Callable[[Path], AnyDocument], path: Path) -> AnyDocument | Non
         return None
 
 
-# In the order of their reasons.
+# A row gives the reasons of its checks in this order.
 CHECKS: tuple[Check, ...] = (
     Check(
         "validate",

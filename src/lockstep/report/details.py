@@ -46,16 +46,16 @@ def read_details(
     share files.
     """
     names = (target.model, target.precision, target.layers, target.backend)
-    model, precision, layers, backend = names
     checks = {}
     for check in CHECKS:
         checked = check.read(results, target, cannot_run, content)
         if checked:
             checks[check.name] = checked
     golden = checks["golden"]
-    engines_json = results.engines(model, precision, backend)
+    engines_json = results.engines(target.model, target.precision, target.backend)
     engines = loaded(EngineSetManifest.load, engines_json)
-    weights = loaded(WeightsManifest.load, results.weights(model, precision))
+    weights = loaded(WeightsManifest.load, results.weights(target.model, target.precision))
+    # Engines may have been built again since the check: figures of a page are of those that were checked.
     digest = getattr(engines, "digest", None)
     if isinstance(golden.report, GoldenReport):
         digest = golden.report.engine_digest
@@ -74,7 +74,7 @@ def read_details(
         engines=engines,
         speed=speed,
         reproduction=reproduction,
-        drift=loaded(Drift.load, results.drift(model, precision, layers)),
+        drift=loaded(Drift.load, results.drift(*names[:3])),
         weights_bytes=weights_bytes,
         engine_bytes=_engine_bytes(engines_json, engines),
     )

@@ -21,7 +21,7 @@ from lockstep.artifacts.summary import Summary, SummaryRow
 from lockstep.manifests.manifest_files import failed_path
 from lockstep.report.about import about
 from lockstep.report.charts import Point, bars, curves
-from lockstep.report.checks import CHECKS, COLUMNS, number
+from lockstep.report.checks import CHECKS, COLUMNS, Column, number
 from lockstep.report.details import Details
 from lockstep.report.jobs import JobState
 from lockstep.report.pictures import model_charts, target_charts, worst_of_layers
@@ -32,9 +32,8 @@ from lockstep.targets import Results, Target
 
 if TYPE_CHECKING:
     from jinja2 import Environment
-    from markupsafe import Markup
 
-# HTML has no control characters: show their pictures.
+# HTML forbids control characters, which prompts and answers may hold: Unicode's pictures of them are shown.
 _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {127: 0x2421}
 
 
@@ -47,7 +46,11 @@ def index(
 ) -> bytes:
     rows = summary.targets
     models = list(dict.fromkeys(row.model for row in rows))
-    file_names = (results.summary(), results.summary().with_suffix(".csv"), results.config())
+    charts = {}
+    for model in models:
+        of_model = {target: details for target, details in details_of.items() if target.model == model}
+        charts[model] = model_charts(of_model, [entry for entry in jobs if entry.job.names.get("model") == model])
+    files = (results.summary(), results.summary().with_suffix(".csv"), results.config())
     return _render(
         "index.html",
         results.report_page(),
@@ -58,24 +61,19 @@ def index(
         advice=advice(summary),
         about=about(results, models),
         models={model: _groups(rows, model) for model in models},
-        charts={model: _charts(model, details_of, jobs) for model in models},
+        charts=charts,
         changes=changes,
         page_of=results.target_page,
-        files=[(path.name, path) for path in file_names],
+        files=[(path.name, path) for path in files],
     )
-
-
-def _charts(model: str, details_of: Mapping[Target, Details], jobs: Sequence[JobState]) -> list[Markup]:
-    of_model = {target: details_of[target] for target in details_of if target.model == model}
-    return model_charts(of_model, [entry for entry in jobs if entry.job.names.get("model") == model])
 
 
 def target(results: Results, name: Target, row: SummaryRow, details: Details, jobs: Sequence[JobState]) -> bytes:
     """Return the page of one target. row: its row of the summary."""
-    # Checks that many targets share come first.
+    # Checks that many targets share come first: their paths have fewer wildcards.
     checks = sorted(CHECKS, key=lambda check: len(check.stage.wildcards))
     validation = details.checks["validate"].report
-    engines = details.engines
+    engines = details.engines  # None where they are not built
     options = getattr(engines, "options", {})
     folder = results.engines(name.model, name.precision, name.backend).parent
 
@@ -96,7 +94,7 @@ def target(results: Results, name: Target, row: SummaryRow, details: Details, jo
         charts=target_charts(name, details, jobs),
         worst=worst_of_layers(getattr(validation, "blocks", None) or ()),
         reproduced=_reproduced(details),
-        device=" ".join(_words(getattr(engines, "device", {}))),
+        device=" ".join(_device_words(getattr(engines, "device", {}))),
         options=", ".join(f"{key}: {_option(value)}" for key, value in sorted(options.items())),
         size_of=size_of,
         files=[(title, path) for title, path in _files(results, name) if path.is_file()],
@@ -105,13 +103,14 @@ def target(results: Results, name: Target, row: SummaryRow, details: Details, jo
 
 def certificate(page: Path, document: Certificate) -> bytes:
     """Return the page of a certificate, to be written to `page`."""
-    charts = []
     series = {}
-    for name, values in document.trace.items():
-        worse = [Point(EVERY * (look + 1), -value) for look, value in enumerate(values)]
-        series[name] = worse
-    charts.append(curves("how much less likely than the likeliest (nats)", "answers", series))
-    charts.append(bars("power in %", {name: 100 * chance for name, chance in document.power.items()}))
+    for name, log_likelihoods in document.trace.items():
+        # They are relative to the likeliest, so at most 0; the chart's scale is logarithmic.
+        series[name] = [Point(EVERY * look, -value) for look, value in enumerate(log_likelihoods, start=1)]
+    charts = [
+        curves("how much less likely than the likeliest (nats)", "answers", series),
+        bars("power in %", {name: 100 * chance for name, chance in document.power.items()}),
+    ]
     title = f"{document.model}: {document.verdict}"
     return _render("certificate.html", page, title=title, certificate=document, charts=charts, files=[])
 
@@ -148,18 +147,19 @@ def _environment() -> Environment:
     return environment
 
 
-def _groups(rows: Sequence[SummaryRow], model: str) -> tuple[list[tuple[str, list[SummaryRow]]], list[Any]]:
-    """Return a model's rows of each precision and backend, the deepest first, and the columns that have values."""
+def _groups(rows: Sequence[SummaryRow], model: str) -> tuple[list[tuple[str, list[SummaryRow]]], list[Column]]:
+    """Return a model's rows by precision and backend, most layers first, and the columns that have values."""
     groups: dict[str, list[SummaryRow]] = {}
     for row in rows:
         if row.model == model:
             groups.setdefault(f"{row.precision} on {row.backend}", []).append(row)
     for group in groups.values():
         group.sort(key=lambda row: -math.inf if row.layers == "all" else -int(row.layers))
-    ordered = sorted(groups.items(), key=lambda item: item[1][0].verdict == NOT_RUN)
+    checked_first = sorted(groups.items(), key=lambda item: item[1][0].verdict == NOT_RUN)
     deepest = [group[0] for group in groups.values()]
+    # The first two columns, target and verdict, are in every table.
     columns = [column for column in COLUMNS[2:] if set(map(column.of, deepest)) != {"-"}]
-    return ordered, columns
+    return checked_first, columns
 
 
 def _layers(row: SummaryRow) -> str:
@@ -168,18 +168,20 @@ def _layers(row: SummaryRow) -> str:
     return f"first {row.layers} layer{'s' * (row.layers != 1)}"
 
 
-def _words(device: Mapping[str, Any]) -> Iterable[str]:
+def _device_words(device: Mapping[str, Any]) -> Iterable[str]:
     keys = ("name" if "name" in device else "type", "vendor", "architecture", "compute_capability")
     return (str(device[key]) for key in keys if isinstance(device.get(key), (str, int, float)))
 
 
-def _bytes_text(size: float) -> str:
+def _bytes_text(nbytes: float) -> str:
     """Return a number of bytes in powers of 1000: `8.2 MB`."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
+    if nbytes < 1000:
+        return f"{nbytes:.0f} B"
+    for unit in ("kB", "MB", "GB"):
+        nbytes /= 1000
+        if nbytes < 1000:
+            return f"{nbytes:.1f} {unit}"
+    return f"{nbytes / 1000:.1f} TB"
 
 
 def _option(value: Any) -> str:
@@ -189,29 +191,26 @@ def _option(value: Any) -> str:
 def _reproduced(details: Details) -> str:
     if not details.reproduction:
         return "not tried: lockstep reproduce builds it again"
-    differences = list(filter(None, details.reproduction.artefacts.values()))
-    return "; ".join([f"the same in {details.reproduction.in_words} builds", *differences[:1]])
+    differing = list(filter(None, details.reproduction.artefacts.values()))
+    return "; ".join([f"the same in {details.reproduction.in_words} builds", *differing[:1]])
 
 
 def _files(results: Results, name: Target) -> list[tuple[str, Path]]:
     """Return the documents that a page shows, by title; those of failures too."""
-    model = name.model
-    precision = name.precision
-    layers = name.layers
-    backend = name.backend
-    engines = results.engines(model, precision, backend)
+    engines = results.engines(name.model, name.precision, name.backend)
+    names = (name.model, name.precision, name.layers, name.backend)
     reports = []
-    # Reports of this target alone come first.
+    # Reports of this target alone come first, those that it shares last.
     for check in sorted(CHECKS, key=lambda check: -len(check.stage.wildcards)):
         path = check.path(results, name)
         reports.append((check.title, path))
         reports.append((f"{check.title}, failed", failed_path(path)))
     return [
         *reports,
-        ("speed", results.speed(model, precision, layers, backend)),
+        ("speed", results.speed(*names)),
         ("engines", engines),
         ("statement of the engines", statement_path(engines)),
-        ("reproduction", results.reproduction(model, precision, layers, backend)),
-        ("reference", results.reference_of(model, precision, layers)),
-        ("quantization error", results.drift(model, precision, layers)),
+        ("reproduction", results.reproduction(*names)),
+        ("reference", results.reference_of(*names[:3])),
+        ("quantization error", results.drift(*names[:3])),
     ]

@@ -27,7 +27,8 @@ def model_charts(details_of: Mapping[Target, Details], jobs: Sequence[JobState])
     deepest = {(target.precision, target.backend): target for target in sorted(details_of, key=_depth)}
     speeds: dict[str, list[Point]] = {}
     sizes: dict[str, list[Point]] = {}
-    for target in sorted(deepest.values(), key=lambda target: details_of[target].speed is None):  # colours by order
+    # Colours go by order: targets with a speed come first, so that a precision has the same colour in both charts.
+    for target in sorted(deepest.values(), key=lambda target: details_of[target].speed is None):
         details = details_of[target]
         error = _error_from_checkpoint(details)
         if error is None:
@@ -62,17 +63,17 @@ def target_charts(name: Target, details: Details, jobs: Sequence[JobState]) -> l
 
 
 def worst_of_layers(blocks: Sequence[BlockErrors]) -> list[Worst]:
-    """Return the tensor of each layer whose error is largest in parts of its tolerance."""
+    """Return the tensor of each layer whose error is nearest to its tolerance, or furthest beyond."""
     layers: dict[int | None, list[Worst]] = {}
     for block in blocks:
         for name, tensor in block.tensors.items():
             layers.setdefault(block.layer, []).append((block.layer, name, tensor))
-    return [max(tensors, key=_part_of_tolerance) for tensors in layers.values()]
+    return [max(tensors, key=_used_tolerance) for tensors in layers.values()]
 
 
-def _part_of_tolerance(entry: Worst) -> float:
+def _used_tolerance(entry: Worst) -> float:
     tensor = entry[2]
-    if tensor.relative_error is None:
+    if tensor.relative_error is None:  # a NaN or infinity
         return float("inf")
     return tensor.relative_error / max(tensor.tolerance, 1e-30)
 

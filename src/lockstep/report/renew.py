@@ -14,19 +14,16 @@ from lockstep.report.since_lock import since_lock
 from lockstep.targets import Results, Target
 
 
-def summarise(
-    results: Results, targets: Sequence[Target], not_run: Mapping[str, str] | None = None, locks: Path = Path("locks")
-) -> Path:
-    """Write the summary and its pages, with what differs from the locks in `locks`; return the summary's path."""
-    changes = since_lock(results, [target.model for target in targets], locks)
+def summarise(results: Results, targets: Sequence[Target], not_run: Mapping[str, str] | None = None) -> Path:
+    """Write the summary and its pages, with the differences from the locks here; return the summary's path."""
+    changes = since_lock(results, [target.model for target in targets], Path("locks"))
     summary.write(results, targets, changes, not_run)
     return results.summary()
 
 
 def refresh(results: Results) -> None:
     """Rewrite an existing summary that is out of date, and remove what a killed process left of it."""
-    # No summary, or a damaged one, which its reader reports.
-    with contextlib.suppress(InputError):
+    with contextlib.suppress(InputError):  # no summary yet, or a damaged one, which `lockstep summary` reports
         existing = Summary.load(results.summary())
         targets = [row.target for row in existing.targets]
         paths = summary.outputs(results, targets)

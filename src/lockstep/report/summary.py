@@ -25,8 +25,7 @@ from lockstep.report.verdict import FAIL, NOT_RUN, PASS, headline, overall, reas
 from lockstep.targets import Results, Target
 
 _TABLE_WIDTH = 100
-# More than any row needs, as rich truncates longer ones.
-_CONSOLE_WIDTH = 10_000
+_CONSOLE_WIDTH = 10_000  # wider than any row: rich truncates what is wider than its console
 _STYLES = {PASS: "green", FAIL: "red", NOT_RUN: "yellow"}
 
 
@@ -111,6 +110,7 @@ def print_table(summary: Summary) -> None:
 def _fitting(columns: Sequence[tuple[Column, list[str]]]) -> list[tuple[Column, list[str]]]:
     """Return the columns with a value, without those of the highest ranks that do not fit in the table's width."""
     fitting = [(column, cells) for column, cells in columns if set(cells) != {"-"}]
+    # Two spaces are between columns, but not after the last.
     while sum(2 + _width(column, cells) for column, cells in fitting) > _TABLE_WIDTH + 2:
         least_important = max(fitting, key=lambda entry: entry[0].rank)
         if not least_important[0].rank:

@@ -11,7 +11,8 @@ from lockstep.artifacts.summary import Summary, SummaryRow
 from lockstep.targets import Target, is_quantized
 
 NOT_RUN = "not run"
-_MAX_PERPLEXITY = 0.01  # of quantized weights, compared with the checkpoint's: fp16 and bf16 cost up to a tenth of that
+# By how much quantized weights may raise the perplexity to be advised; fp16 and bf16 raise it by a tenth of that.
+_MAX_PERPLEXITY = 0.01
 _WORDS = {FAIL: ("fails", "fail"), NOT_RUN: ("has not run", "have not run")}
 
 
@@ -46,14 +47,14 @@ def headline(summary: Summary) -> str:
             runnable[row.verdict] += 1
     clauses = [_runnable_clause(runnable, bool(needs))]
     if needs:
-        clauses.append(", ".join(f"{count} {_agree(words, count)}" for words, count in sorted(needs.items())))
+        clauses.append(", ".join(f"{count} {_inflect(words, count)}" for words, count in sorted(needs.items())))
     return f"{'; '.join(clauses)}."
 
 
 def advice(summary: Summary) -> list[str]:
-    """Return lines for the end of a run: which target of each model to serve, and which faster one is not taken.
+    """Return lines for the end of a run: which target of each model to serve, and which faster one is not advised.
 
-    The fastest target with all layers that passes and has no measured loss of quality.
+    To serve is the fastest with all layers that passes and loses no quality. Where none is so good, one that passes.
     """
     lines = []
     if any(is_quantized(row.precision) and row.verdict == PASS for row in summary.targets):
@@ -96,7 +97,7 @@ def _why_not_taken(row: SummaryRow) -> str:
 def _runnable_clause(verdicts: Counter[str], some_cannot_run: bool) -> str:
     total = verdicts.total()
     passed = verdicts[PASS]
-    targets = _agree(("target", "targets"), total)
+    targets = _inflect(("target", "targets"), total)
     if some_cannot_run:
         targets += " that can run here"
     if not total:
@@ -104,28 +105,29 @@ def _runnable_clause(verdicts: Counter[str], some_cannot_run: bool) -> str:
     if verdicts[NOT_RUN] == total:
         return f"None of {total} {targets} has been checked yet"
     if passed == total and not some_cannot_run:
-        return _agree(("The only target passes", f"All {total} targets pass"), total)
-    parts = [f"{passed} of {total} {targets} {_agree(('passes', 'pass'), passed)}"]
+        return _inflect(("The only target passes", f"All {total} targets pass"), total)
+    parts = [f"{passed} of {total} {targets} {_inflect(('passes', 'pass'), passed)}"]
     for result, words in _WORDS.items():
         if verdicts[result]:
-            parts.append(f"{verdicts[result]} {_agree(words, verdicts[result])}")
+            parts.append(f"{verdicts[result]} {_inflect(words, verdicts[result])}")
     return ", ".join(parts)
 
 
-def _agree(words: tuple[str, str], count: int) -> str:
+def _inflect(words: tuple[str, str], count: int) -> str:
+    """Return the first of two words for one thing, else the second."""
     return words[0] if count == 1 else words[1]
 
 
 def _need(reason: str) -> tuple[str, str]:
-    """Return the words for one target that needs something, and for several.
+    """Return the clause of the headline for one target that cannot run here, and for several.
 
-    Backends word it as "needs WHAT of a kind, found WHAT"; other reasons are quoted.
+    Reasons of backends are "needs an NVIDIA GPU of ..., found ..."; others are quoted.
     """
     match = re.match(r"needs (.+?)(?: of |, found | \()", reason)
     if not match:
         return f"cannot: {reason}", f"cannot: {reason}"
     requirement = match[1]
-    if ", found one of" in reason:
+    if ", found one of" in reason:  # there is one, of another kind
         requirement = requirement.replace("an ", "another ", 1)
     return f"needs {requirement}", f"need {requirement}"
 

@@ -305,5 +305,5 @@ def test_what_is_asked_of_verify_must_fit(signed: Path, keys: Callable) -> None:
     assert "expected it with --signature" in said(str(signed), "--key", public)
     assert "expected who may have signed" in said(str(signed), "--signature")
     assert "expected a bundle, found none" in said("--signature", "--key", public)
-    assert "expected models or bundles, found both" in said(str(signed), "demo-llama")
+    assert "expected models, bundles or certificates, found several" in said(str(signed), "demo-llama")
     assert "signed by key" in CliRunner().invoke(main, ["verify", str(signed), "--signature", "--key", public]).output
