@@ -61,7 +61,7 @@ class _Serve(GroupedCommand):
         "no-prefix-caching threads speculative tensor-parallel max-loaded-models",
         "What requests may do": "served-model-name models allow-adapter-loading allow-weight-updates tool-call-parser "
         "reasoning-parser max-queue max-queue-tokens queue-timeout grammar-timeout max-body body-timeout slow-reader",
-        "Operation": "drain stall metrics-prefix log-level request-log otlp-traces-endpoint",
+        "Operation": "check drain stall metrics-prefix log-level request-log otlp-traces-endpoint",
         **{plugin.title: _option_names(plugin) for plugin in protocol_plugins()},
     }
 
@@ -183,6 +183,11 @@ class _Serve(GroupedCommand):
 )
 @click.option("--max-body", type=_Bytes(), default="4M", help="Largest body of a request.")
 @click.option("--body-timeout", type=_POSITIVE, default=30.0, help="Seconds for receiving a body.")
+@click.option(
+    "--check",
+    is_flag=True,
+    help="Compare the answers to each model's golden prompts with those of the golden check, and end.",
+)
 @click.option("--drain", type=_SECONDS, default=30.0, help="Seconds for running requests to finish after SIGTERM.")
 @click.option(
     "--stall",
@@ -233,7 +238,8 @@ def serve(
     try:
         with contextlib.ExitStack() as stack:
             places = [stack.enter_context(runnable(name, weights, results)) for name in names]
-            run_server(places, SimpleNamespace(**options, speculative=speculative(drafts, results)))
+            drafting = speculative(drafts, results)
+            run_server(places, SimpleNamespace(**options, results=results, speculative=drafting))
     except KeyboardInterrupt as error:  # a server that is ready handles signals itself
         event = "interrupted"
         number = SIGINT.value

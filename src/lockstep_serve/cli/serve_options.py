@@ -133,6 +133,7 @@ def _serve(
     from lockstep.runtime.request import CheckpointFiles
     from lockstep.runtime.tokenizer import Tokenizer
     from lockstep_serve.bodies import Access
+    from lockstep_serve.cli.check_server import check_server
     from lockstep_serve.run import Address, serve
     from lockstep_serve.service import Service
 
@@ -190,6 +191,9 @@ def _serve(
     with contextlib.ExitStack() as stack, _named_options():
         for observer in observers:
             stack.callback(observer.close)
+        if options.check:
+            check_server(service, places, options.results)
+            return
         serve(service, address, access, options.drain, click.echo, openers)
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
 import secrets
+import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -12,11 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from demo_model import CONFIG, LIMITS, TOLERANCES
+from fine_tunes import make_fine_tunes
 from scripted_chats import scripted_chats
 
 from lockstep.artifacts.chat_template import ChatTemplate
 from lockstep.artifacts.reports import GoldenReport, ServedReport
+from lockstep.artifacts.weights import WeightsManifest
+from lockstep.cli.main import main
 from lockstep.errors import CheckError, InputError
 from lockstep.manifests.manifest_files import failed_path
 from lockstep.runtime.tokenizer import Tokenizer
@@ -206,3 +213,31 @@ def test_a_model_with_a_format_is_asked_for_a_call(shared: Shared, monkeypatch: 
     monkeypatch.setattr(AnswerPlan, "call_id", lambda *arguments: secrets.token_hex(4))
     actual, fault = asyncio.run(ask())
     assert actual == 2 and fault is not None and "tool call: expected one answer, found" in fault
+
+
+def test_a_server_of_several_models_is_checked_as_its_options_say(
+    tree: Results, golden_json: Path, tmp_path: Path
+) -> None:
+    """Two fine-tunes of the demo, of which one has its weights, and memory for one."""
+    folder = make_fine_tunes(tmp_path / "results", tree, CONFIG, ["tuned", "same"])
+    results = Results(folder)
+    for name in ("demo-llama", "tuned", "same"):
+        golden = results.golden(name, "fp32", "all", "onnxruntime")
+        golden.parent.mkdir(parents=True, exist_ok=True)
+        report = GoldenReport.load(golden_json)
+        replace(report, target=replace(TARGET, model=name)).save(golden)
+        if name != "demo-llama":
+            shutil.copytree(results.reference("demo-llama", "all").parent, results.reference(name, "all").parent)
+    original = results.weights("demo-llama", "fp32")
+    WeightsManifest.load(original).moved(lambda path: os.path.abspath(original.parent / path)).save(
+        results.weights("same", "fp32")
+    )
+    arguments = ["serve", "--results", str(folder), "--check", "--max-loaded-models", "1", "demo-llama/fp32"]
+    checked = CliRunner().invoke(main, [*arguments, "same/fp32"])
+    assert checked.exit_code == 0, checked.output
+    number = len(CONFIG.models["demo-llama"].golden.prompts)
+    line = f"{number} prompts, alone and among those of all models: golden's tokens"
+    assert checked.output.splitlines() == [f"demo-llama: {line}", f"same: {line}"]
+    checked = CliRunner().invoke(main, [*arguments, "tuned/fp32"])
+    assert checked.exit_code == 1
+    assert re.search("tuned: prompt '.*', alone: step 0: expected token", checked.output), checked.output
