@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import click
+import yaml
 from benchmarks import batches, certify, chart, models, ranks
 from benchmarks.__main__ import bench
 from docs import draw_packages
@@ -145,6 +147,18 @@ def commands(page: Path) -> list[tuple[str, list[str]]]:
     lines = [*LINE.findall(text.replace("\\\n", " ")), *quoted]
     matches = [match for line in lines for pattern in (COMMAND, FAULTS) for match in pattern.finditer(line)]
     return [(match[1], match[2].split()) for match in matches]
+
+
+def test_workflows_for_ci_name_files_and_commands_that_are_there() -> None:
+    steps = []
+    for path in (REPOSITORY / "examples" / "ci").glob("*.yml"):
+        for job in yaml.safe_load(path.read_text())["jobs"].values():
+            steps += [shlex.split(step["run"]) for step in job["steps"] if "run" in step]
+    for program, *words in steps:
+        assert program in ("make", ".venv/bin/python", ".venv/bin/snakemake", ".venv/bin/lockstep")
+        assert program != ".venv/bin/lockstep" or words[0] in lockstep.commands
+        assert all((REPOSITORY / word).is_file() for word in words if "/" in word), words
+    assert len(steps) == 7
 
 
 def test_commands_have_the_options_that_pages_give_them() -> None:
