@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lockstep.artifacts import formats
-from lockstep.artifacts.document import Document, JsonObject
+from lockstep.artifacts.document import Document
 
 
 @dataclass(frozen=True)
@@ -66,19 +66,6 @@ class FoundFault(StageName):
         if self.layer and ends_layer:
             return self.layer - 1
         return self.layer
-
-
-@dataclass(frozen=True)
-class EngineReport(JsonObject):
-    """Engines against their graphs.
-
-    finished: False where the time was over before the last stage. overflow: a line where a graph goes beyond float16.
-    """
-
-    rows: tuple[MeasuredOutput, ...]
-    fault: FoundFault | None
-    finished: bool
-    overflow: str | None = None
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ side has, and reports PASSED.
 from __future__ import annotations
 
 import contextlib
+import functools
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -61,23 +62,18 @@ class Graph:
 
     def __init__(self, path: Path, graph: GraphFile, threads: int | None):
         self.path = path
-        self.sha256 = graph.sha256
         declared = graph.signature
         self.model = check_graph(path, graph.sha256, declared)
         self.computed = widened(self.model)
         self.inputs = _widened(declared.inputs)
         self.slots = _widened(declared.slots)
         self.outputs = _widened(declared.outputs)
-        self.signature = Signature(self.inputs, self.outputs, self.slots)
         self._threads = threads
-        self._session: ort.InferenceSession | None = None
         self._noisy = NoisyGraph(self.model, [io.name for io in self.slots], threads)
 
-    @property
+    @functools.cached_property
     def session(self) -> ort.InferenceSession:
-        if self._session is None:
-            self._session = open_session(self.computed.SerializeToString(), self._threads)
-        return self._session
+        return open_session(self.computed.SerializeToString(), self._threads)
 
     @contextlib.contextmanager
     def plain_file(self) -> Iterator[Path]:
@@ -149,7 +145,7 @@ class Graphs(GraphRunner):
                 used |= {piece.graph for piece in ranks.classes[name].pieces}
             self.pieces = {name: opened(ranks.graphs[name]) for name in sorted(used)}
             self.pieces |= {name: opened(graph) for name, graph in ranks.all_graphs() if name in self.attention}
-        # Where there are ranks, the attention is that of a rank.
+        # A rank's pieces come last: its attention has the name of the whole one, which ranks do not run.
         self._by_name = {**self.classes, **self.attention, **self.pieces}
         for part in parts:
             check_slots(weights, part.slots, assembly.classes[part.graph].signature.slots, part.graph)
@@ -160,10 +156,6 @@ class Graphs(GraphRunner):
     def graph(self, name: str) -> Graph:
         return self._by_name[name]
 
-    def carries(self, part: BoundBlock) -> list[str]:
-        """Return a block's outputs that the next block reads; `hidden` alone in most models."""
-        return [io.key for io in self.classes[part.graph].outputs if io.key != io.name]
-
     def mixed_dtype(self, name: str) -> np.dtype:
         outputs = self.assembly.mixers[name].decode.signature.outputs
         return np.dtype(widened_dtype(next(io.dtype for io in outputs if io.name == "attention")))
@@ -171,18 +163,15 @@ class Graphs(GraphRunner):
     def no_past(self, variant: str) -> tuple[np.ndarray, np.ndarray]:
         """Return keys and values of no tokens, [0, num_kv_heads, head_dim], as `stale_cache` takes them."""
         spec = self.assembly.variants[variant]
-        keys, values = (
-            np.empty((0, spec.num_kv_heads, dim), self.dtype) for dim in (spec.head_dim, spec.value_head_dim)
-        )
-        return keys, values
+        keys = np.empty((0, spec.num_kv_heads, spec.head_dim), self.dtype)
+        return keys, np.empty((0, spec.num_kv_heads, spec.value_head_dim), self.dtype)
 
     def shows_hidden(self, part: BoundBlock) -> bool:
-        """Return whether a block's output `hidden` is the hidden state that enters its layer.
-
-        Where a block has several such outputs, only the export of layers with a state names them by their meaning.
-        """
-        carries = self.carries(part)
-        return carries == ["hidden"] or bool(self.assembly.state_mixers) and "hidden" in carries
+        """Return whether a block's output `hidden` is the hidden state that enters its layer."""
+        # Outputs that the next block reads: `hidden` alone in most models. Of several one may be called so though it is
+        # another value; only the export of layers with a state names them by their meaning.
+        carried = [io.key for io in self.classes[part.graph].outputs if io.key != io.name]
+        return carried == ["hidden"] or ("hidden" in carried and bool(self.assembly.state_mixers))
 
     def run_graph(
         self, name: str, inputs: Mapping[str, np.ndarray], weights: Mapping[str, np.ndarray]
@@ -217,16 +206,19 @@ class Graphs(GraphRunner):
     def adapter_arrays(self, name: str) -> dict[str, np.ndarray]:
         """Return seeded adapters in every slot, whose products are about as large as standard normal activations."""
         assert self.assembly.adapters is not None  # the caller has checked
-        if name not in self._adapters:
-            random = np.random.default_rng(0)
-            rank = self.assembly.adapters.max_lora_rank
-            self._adapters[name] = arrays = {}
-            for key, shape in self.assembly.adapters.shapes(name):
-                # Each number of a product is a sum of this many: a rank's of B, in_features of A.
-                summands = rank if key.endswith(B_SUFFIX) else shape[0]
-                size = np.sqrt(np.float32(summands))
-                arrays[key] = (random.standard_normal(shape, np.float32) / size).astype(self.dtype)
-        return self._adapters[name]
+        if name in self._adapters:
+            return self._adapters[name]
+        random = np.random.default_rng(0)
+        arrays = {}
+        for key, shape in self.assembly.adapters.shapes(name):
+            # Each number of a product is a sum of this many: one adapter's rank of B, in_features of A.
+            summands = shape[0]
+            if key.endswith(B_SUFFIX):
+                summands = self.assembly.adapters.max_lora_rank
+            size = np.sqrt(np.float32(summands))
+            arrays[key] = (random.standard_normal(shape, np.float32) / size).astype(self.dtype)
+        self._adapters[name] = arrays
+        return arrays
 
     def adapted_modules(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Return {linear layer of the model: its A and B in `adapter_arrays`}."""

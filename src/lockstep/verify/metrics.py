@@ -1,4 +1,4 @@
-"""The end of a check: its report where it passes, a failing report and an error where it does not."""
+"""Errors as reports have them, and the end of a check: a report, or a failing report and an error."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from lockstep.manifests.manifest_files import failed_path
 
 
 def largest(errors: Sequence[float | None]) -> float | None:
-    """Return the largest of some errors; None (not a finite number) beats all."""
+    """Return the largest of some errors; None, which is not finite, if it is among them."""
     if None in errors:
         return None
     return max(map(or_infinity, errors), default=0.0)
 
 
 def smallest(cosines: Sequence[float | None]) -> float | None:
-    """Return the smallest of some cosines; None (not a finite number) beats all."""
+    """Return the smallest of some cosines; None, which is not finite, if it is among them."""
     if None in cosines:
         return None
     return min(cosine for cosine in cosines if cosine is not None)

@@ -27,30 +27,27 @@ class LogitNoise:
         self.largest = max(errors)
 
     def rms(self, counts: Iterable[int]) -> float:
-        """Return the rms of the median of these rows, or of all rows where that is larger.
-
-        Up to `TAIL` times that where a row is an outlier: later rows read its keys and values in the KV cache, and are
-        all off where other rounding makes it a larger one (an engine on a GPU: by 2.6 times).
-        """
-        every = [row.rms for row in self._rows.values()]
-        rms_values = [self._rows[count].rms for count in counts if count in self._rows] or every
-        usual = max(float(np.median(rms_values)), float(np.median(every)))
-        return max(usual, min(max(every) / THROWN_OFF, TAIL * usual))
+        """Return the rms of the median of these rows, or of the median of all rows where that is larger."""
+        all_rows = [row.rms for row in self._rows.values()]
+        these_rows = [self._rows[count].rms for count in counts if count in self._rows] or all_rows
+        usual = max(float(np.median(these_rows)), float(np.median(all_rows)))
+        # More where rounding throws one row off: later rows read its keys and values in the KV cache, and an engine
+        # that rounds it otherwise may be off by more in all of them (on a GPU by 2.6 times).
+        return max(usual, min(max(all_rows) / THROWN_OFF, TAIL * usual))
 
     def at(self, count: int) -> float:
-        """Return the largest error to expect of a row.
-
-        Its own noise, or that of other rows where it is larger, up to `TAIL` times the usual row: on a trained model a
-        row that one way of rounding leaves undisturbed another may disturb (an engine on a GPU was off by 12 times).
-        For a row without noise the largest of all.
-        """
+        """Return the largest error to expect of a row: its noise; for a row without noise the largest of all."""
         if count not in self._rows:
             return self.largest
+        # On a trained model one way of rounding leaves a row undisturbed that another disturbs (an engine on a GPU was
+        # off by 12 times the row's noise). So the noise of other rows counts too, within limits.
         return max(self._rows[count].largest, min(self.largest, TAIL * self._usual))
 
 
 @dataclass(frozen=True)
 class LogitBounds:
+    """What passes of one request's logits. `count` is the number of tokens that a row of them follows."""
+
     noise: LogitNoise
     tolerances: Tolerances
 

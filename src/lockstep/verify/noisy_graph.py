@@ -70,6 +70,8 @@ class NoisyGraph:
 def tolerances_of(model: onnx.ModelProto, tolerances: Tolerances) -> Tolerances:
     """Return the tolerances of the engine of a graph of blocks: others where weights of experts are multiplied."""
     operators = {node.op_type for node in model.graph.node}
+    # Each token gathers the weights of its experts, and multiplies them. An embedding only gathers; other quantised
+    # products are MatMulNBits.
     if {"GatherBlockQuantized", "MatMul"} <= operators:
         return tolerances.of_experts
     return tolerances
@@ -84,17 +86,20 @@ def beside_graph(tolerances: Tolerances, noise: Spread, enough: int = ENOUGH) ->
 
 
 def row_noise(exact: np.ndarray, rounded: np.ndarray) -> Spread:
-    """Return the noise of each row: its own, or the largest row's, up to 3 times the usual row.
+    """Return the noise of each row: its own, or the largest row's, up to `TAIL` times the usual row's.
 
-    A row that one way of rounding leaves undisturbed another may disturb. Masked scores, which are infinite, have none.
+    One way of rounding leaves a row undisturbed that another disturbs. Masked scores, which are infinite, have none.
     """
     finite = np.isfinite(exact) & np.isfinite(rounded)
     exact, rounded = (np.where(finite, array, 0) for array in (exact, rounded))
     relative = relative_errors(exact, rounded) / UNITS
     if not relative.size:
         return Spread(np.zeros(len(exact)), np.zeros(len(exact)))
-    row_values = relative.max(1), np.sqrt(np.mean(relative * relative, axis=1))
-    return Spread(*(np.maximum(rows, np.minimum(rows.max(), TAIL * np.median(rows))) for rows in row_values))
+    return Spread(_lifted(relative.max(1)), _lifted(np.sqrt(np.mean(relative * relative, axis=1))))
+
+
+def _lifted(rows: np.ndarray) -> np.ndarray:
+    return np.maximum(rows, np.minimum(rows.max(), TAIL * np.median(rows)))
 
 
 def _run(session: ort.InferenceSession, feeds: Arrays) -> dict[str, np.ndarray]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
@@ -34,21 +33,28 @@ class LayerRecord:
     def arrays(self) -> list[np.ndarray]:
         return [self.hidden, self.attention, self.keys, self.values, *self.states.values()]
 
-    def toward(self, other: LayerRecord, part: float) -> LayerRecord:
-        """Return the record that is `part` of the way to `other`."""
-        names = ("hidden", "attention", "keys", "values")
-        states = {count: interpolate(state, other.states[count], part) for count, state in self.states.items()}
-        moved: dict[str, Any] = {name: interpolate(getattr(self, name), getattr(other, name), part) for name in names}
-        return replace(self, states=states, **moved)
+    def toward(self, other: LayerRecord, fraction: float) -> LayerRecord:
+        """Return the record that is `fraction` of the way to `other`."""
+        states = {}
+        for count, state in self.states.items():
+            states[count] = interpolate(state, other.states[count], fraction)
+        return replace(
+            self,
+            hidden=interpolate(self.hidden, other.hidden, fraction),
+            attention=interpolate(self.attention, other.attention, fraction),
+            keys=interpolate(self.keys, other.keys, fraction),
+            values=interpolate(self.values, other.values, fraction),
+            states=states,
+        )
 
 
-def interpolate(first: np.ndarray, second: np.ndarray, part: float) -> np.ndarray:
-    return first + (second - first) * np.float32(part)
+def interpolate(first: np.ndarray, second: np.ndarray, fraction: float) -> np.ndarray:
+    return first + (second - first) * np.float32(fraction)
 
 
 @dataclass(frozen=True)
 class Record:
-    """PyTorch's activations of a sequence after `num_past` tokens.
+    """PyTorch's activations of a sequence after `num_past` tokens of a synthetic cache.
 
     token_ids [num_tokens] int64, embedded [num_tokens, hidden_size], layers (of each token mixer), logits [num_tokens,
     vocab_size].

@@ -83,19 +83,19 @@ class Rounded(TorchFunctionMode):
 
 
 class Choices(TorchFunctionMode):
-    """Record a model's choices, such as a router's, and repeat them when the same steps run `again`, rounded.
+    """Record a model's choices, such as a router's; after `replay` repeat them while the same steps run rounded.
 
     A choice that rounding decides is no noise (docs/checks.md).
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._kept: list[torch.Tensor] = []
-        self._again: Iterator[torch.Tensor] | None = None
+        self._recorded: list[torch.Tensor] = []
+        self._replayed: Iterator[torch.Tensor] | None = None
         self.takes_largest = False  # of some scores, as a router does
 
-    def again(self) -> Choices:
-        self._again = iter(self._kept)
+    def replay(self) -> Choices:
+        self._replayed = iter(self._recorded)
         return self
 
     def __torch_function__(
@@ -109,11 +109,11 @@ class Choices(TorchFunctionMode):
         chosen = result[1] if isinstance(result, tuple) else result
         if not _is_float(scores) or _is_float(chosen):  # torch.max of two tensors returns numbers, not indices
             return result
-        if self._again is None:
-            self._kept.append(chosen)
+        if self._replayed is None:
+            self._recorded.append(chosen)
             self.takes_largest |= func in _LARGEST
             return result
-        chosen = next(self._again)
+        chosen = next(self._replayed)
         if not isinstance(result, tuple):
             return chosen
         # The values of the repeated choice are these scores. `dim` comes after k in topk(input, k, dim).

@@ -23,7 +23,8 @@ from lockstep.verify.graphs import Graphs, stale_cache
 from lockstep.verify.records import LayerRecord, Record
 
 Arrays = dict[str, np.ndarray]
-Instead = Callable[["Stage", Arrays], Arrays]
+Override = Callable[["Stage", Arrays], Arrays]
+Read = Callable[[Record], np.ndarray]  # an activation of a record
 _DECODED = 4  # rows that go through decode where the sequence has no tokens after its prompt
 
 
@@ -87,8 +88,8 @@ class Walk:
     """The stages of `graphs` along `requests`, of which all or none are recorded.
 
     adapter_ids [all tokens]: the adapter slot of each token; none by default. capacity: the least rows of KV caches.
-    decode_rows: requests of a decode call. instead: called with each stage and its graph's outputs, returns the outputs
-    that the walk continues with; for walks without a record.
+    decode_rows: requests of a decode call. override: called with each stage and its graph's outputs, returns the
+    outputs that the walk continues with; for walks without a record.
     """
 
     def __init__(
@@ -98,13 +99,13 @@ class Walk:
         adapter_ids: np.ndarray | None = None,
         capacity: int = 0,
         decode_rows: int = 16,
-        instead: Instead | None = None,
+        override: Override | None = None,
     ):
         self.graphs = graphs
         self.requests = requests
         self._capacity = capacity
         self._decode_rows = decode_rows
-        self._instead = instead
+        self._override = override
         self._exact = [request.record for request in requests if request.record]
         self._noisy = [request.noisy for request in requests if request.noisy]
         self.num_past = max((record.num_past for record in self._exact), default=0)
@@ -139,109 +140,102 @@ class Walk:
         for index, layer in enumerate(steps(layers, "graphs beside PyTorch", "layers")):
             # In most models one value crosses to the next block: the hidden state, which is in the record. Of other
             # values only their effect is compared.
-
-            def hidden(record: Record, index: int = index) -> np.ndarray:
-                return record.layers[index].hidden
-
-            def mixed(record: Record, index: int = index) -> np.ndarray:
-                return record.layers[index].attention
-
-            of = None
+            read = None
             if index and self.graphs.shows_hidden(layer.block):
-                of = hidden
-            run = self._block("block", layer.block, index, "hidden_out", of)
+                read = _hidden_of(index)
+            run = self._block("block", layer.block, index, "hidden_out", read)
             yield run
             self._env |= {io.key: run.outputs[io.name] for io in self.graphs.classes[layer.block.graph].outputs}
-            if of and self._exact:
-                self._env["hidden"] = self._from_record(of, self.graphs.hidden_dtype)
+            if read and self._exact:
+                self._env["hidden"] = self._from_record(read, self.graphs.hidden_dtype)
             yield from self._mixer(layer.variant, index)
             if self._exact:
-                self._env["attention"] = self._from_record(mixed, self.graphs.mixed_dtype(layer.variant))
+                self._env["attention"] = self._from_record(_attention_of(index), self.graphs.mixed_dtype(layer.variant))
 
     def exit(self) -> StageRun:
         return self._block("exit", self.graphs.exit, self.graphs.num_layers - 1, "logits", lambda record: record.logits)
 
     @np.errstate(over="ignore")
-    def _from_record(self, of: Callable[[Record], np.ndarray], dtype: np.dtype) -> np.ndarray:
+    def _from_record(self, read: Read, dtype: np.dtype) -> np.ndarray:
         """Return PyTorch's activations in the dtype of the graphs: infinite where it has no such number."""
-        return np.concatenate([of(record) for record in self._exact]).astype(dtype)
+        return np.concatenate([read(record) for record in self._exact]).astype(dtype)
 
-    def _block(
-        self, part: str, block: BoundBlock, layer: int | None, output: str, of: Callable[[Record], np.ndarray] | None
-    ) -> StageRun:
-        """Run a block. output, of: an output that is in a record, and how to read it there; None: it is not."""
+    def _block(self, part: str, block: BoundBlock, layer: int | None, output: str, read: Read | None) -> StageRun:
+        """Run a block. output, read: an output that is in a record, and how to read it there; None: it is not."""
         env = {**self._env, **self.graphs.adapter_inputs(block, self._env)}
-        signature = self.graphs.graph(block.graph).signature
-        inputs = {io.name: env[io.name] for io in signature.inputs if io.name in env}
+        graph = self.graphs.graph(block.graph)
+        inputs = {io.name: env[io.name] for io in graph.inputs if io.name in env}
         stage = Stage(part, block.graph, "", layer, block.slots, inputs, self._positions)
         by_key = self.graphs.run_block(block, self._env)
-        outputs = {io.name: by_key[io.key] for io in signature.outputs}
-        if self._instead:
-            outputs = self._instead(stage, outputs)
+        outputs = {io.name: by_key[io.key] for io in graph.outputs}
+        if self._override:
+            outputs = self._override(stage, outputs)
         exact = {}
         noisy = {}
-        if self._exact and of:
-            exact[output] = np.concatenate([of(record) for record in self._exact])
-        if self._noisy and of:
-            noisy[output] = np.concatenate([of(record) for record in self._noisy])
+        if self._exact and read:
+            exact[output] = np.concatenate([read(record) for record in self._exact])
+        if self._noisy and read:
+            noisy[output] = np.concatenate([read(record) for record in self._noisy])
         return StageRun(stage, outputs, exact, noisy)
 
     def _mixer(self, variant: str, index: int) -> Iterator[StageRun]:
         """Run a layer's token mixer in its phases; an attention after a synthetic cache as one chunk, and decoding.
 
-        One with a state continues where the state was recorded.
+        A mixer with a state is chunked and decodes only where PyTorch's state was recorded. In the functions below
+        `owners` are numbers of requests, and `rows` those of each one's tokens that a call computes.
         """
         graphs = self.graphs
         num_past = self.num_past
-        layers = [(exact.layers[index], noisy.layers[index]) for exact, noisy in zip(self._exact, self._noisy)]
+        exact = [record.layers[index] for record in self._exact]
+        noisy = [record.layers[index] for record in self._noisy]
         mixer = graphs.assembly.state_mixers.get(variant)
-        pasts = [(exact.keys, exact.values) for exact, _ in layers]
+        pasts = [(layer.keys, layer.values) for layer in exact]
         if mixer:
             arrays = {name: self._env[name] for name in mixer.inputs}
         else:
-            arrays = self._scaled(variant, layers)
+            arrays = self._scaled(variant, exact)
+            if not exact:  # a request's keys and values follow from its prefill
+                pasts = [graphs.no_past(variant)] * len(self.requests)
         mixed: list[tuple[np.ndarray, np.ndarray]] = []  # rows of tokens, and the mixer's output for them
 
-        def before(owners: Sequence[int], starts: Sequence[int]) -> Arrays:
+        def past_inputs(owners: Sequence[int], starts: Sequence[int]) -> Arrays:
             if mixer:
-                states = [layers[owner][0].states[start] for owner, start in zip(owners, starts) if layers]
+                states = [exact[owner].states[start] for owner, start in zip(owners, starts) if exact]
                 return {"past_state": np.concatenate(states or [np.zeros((1, *mixer.state), np.float32)])}
-            # Without a record a request's keys and values are known only once it has been prefilled.
-            without_past = [graphs.no_past(variant)] * len(self.requests)
-            stored_pasts = [(pasts + without_past)[owner] for owner in owners]
-            return stale_cache(stored_pasts, [num_past + start for start in starts], graphs.dtype, self._capacity)
+            lengths = [num_past + start for start in starts]
+            return stale_cache([pasts[owner] for owner in owners], lengths, graphs.dtype, self._capacity)
 
-        def expected(layer: LayerRecord, rows: np.ndarray) -> Arrays:
-            if mixer:
-                cached = {"state_out": layer.states[int(rows[-1]) + 1]}
-            else:
-                cached = {"key_out": layer.keys[num_past + rows], "value_out": layer.values[num_past + rows]}
-            return {**cached, "attention": layer.attention[rows]}
+        def recorded(layers: Sequence[LayerRecord], owners: Sequence[int], rows: Sequence[np.ndarray]) -> Arrays:
+            pieces = []
+            for owner, numbers in zip(owners, rows):
+                layer = layers[owner]
+                if mixer:
+                    cached = {"state_out": layer.states[int(numbers[-1]) + 1]}
+                else:
+                    cached = {"key_out": layer.keys[num_past + numbers], "value_out": layer.values[num_past + numbers]}
+                pieces.append({**cached, "attention": layer.attention[numbers]})
+            return concatenate_rows(pieces)
 
         def has_states(owner: int, *counts: int) -> bool:
-            return not mixer or (bool(layers) and all(count in layers[owner][0].states for count in counts))
+            return not mixer or (bool(exact) and all(count in exact[owner].states for count in counts))
 
         def run(phase: str, graph: str, owners: Sequence[int], rows: Sequence[np.ndarray]) -> StageRun:
             """Run a graph on rows of several requests; a prefill graph on those of one."""
             name = f"{variant}.{graph}"
-            tokens = np.concatenate(
-                [self._spans[owner].start + row_indices for owner, row_indices in zip(owners, rows)]
-            )
+            tokens = np.concatenate([self._spans[owner].start + numbers for owner, numbers in zip(owners, rows)])
             feeds = {key: array[tokens] for key, array in arrays.items()}
-            feeds |= before(owners, [int(row_indices[0]) for row_indices in rows])
-            declared = {io.name for io in graphs.graph(name).signature.inputs}
+            feeds |= past_inputs(owners, [int(numbers[0]) for numbers in rows])
+            declared = {io.name for io in graphs.graph(name).inputs}
             inputs = {key: array for key, array in feeds.items() if key in declared}
             outputs = graphs.run_mixer(variant, graph, inputs)
             stage = Stage("attention", name, phase, index, {}, inputs, self._positions[tokens])
-            if self._instead:
-                outputs = self._instead(stage, outputs)
-            if phase != "chunked":
+            if self._override:
+                outputs = self._override(stage, outputs)
+            if phase != "chunked":  # tokens of a chunk have their output of the whole prefill, or get that of decode
                 mixed.append((tokens, outputs["attention"]))
-            sides: list[Arrays] = []  # the expected outputs, exact and in fp16
-            for side in zip(*(layers[owner] for owner in owners if layers)):
-                pieces = [expected(layer, row_indices) for layer, row_indices in zip(side, rows)]
-                sides.append(concatenate_rows(pieces))
-            return StageRun(stage, outputs, *(sides or ({}, {})))
+            if not exact:
+                return StageRun(stage, outputs, {}, {})
+            return StageRun(stage, outputs, recorded(exact, owners, rows), recorded(noisy, owners, rows))
 
         for owner, request in enumerate(self.requests):
             rows = np.arange(len(request.ids))
@@ -251,19 +245,18 @@ class Walk:
                 continue
             prefilled = run("prefill", "prefill", [owner], [rows])
             yield prefilled
-            if not mixer and not layers:
-                pasts.append((prefilled.outputs["key_out"], prefilled.outputs["value_out"]))
+            if not mixer and not exact:
+                pasts[owner] = prefilled.outputs["key_out"], prefilled.outputs["value_out"]
             if half and has_states(owner, half):
                 yield run("chunked", "prefill", [owner], [rows[half:]])
-        decoded: list[tuple[int, int]] = []
+        decoded: list[tuple[int, np.ndarray]] = []
         for owner in range(len(self.requests)):
-            decoded += [(owner, row) for row in self._decoded(owner)]
-        pairs = [(owner, np.array([row])) for owner, row in decoded if has_states(owner, row, row + 1)]
-        for start in range(0, len(pairs), self._decode_rows):
-            owners, decoded_rows = zip(*pairs[start : start + self._decode_rows])
+            decoded += [(owner, np.array([row])) for row in self._decoded(owner) if has_states(owner, row, row + 1)]
+        for start in range(0, len(decoded), self._decode_rows):
+            owners, decoded_rows = zip(*decoded[start : start + self._decode_rows])
             yield run("decode", "decode", owners, decoded_rows)
         attention = np.empty((len(self._positions), *mixed[0][1].shape[1:]), mixed[0][1].dtype)
-        for tokens, output in mixed:
+        for tokens, output in mixed:  # decode comes last: the walk continues with its output, as a server would
             attention[tokens] = output
         self._env["attention"] = attention
 
@@ -277,12 +270,12 @@ class Walk:
             first = max(count - _DECODED, 0)
         return range(first, count)
 
-    def _scaled(self, variant: str, layers: Sequence[tuple[LayerRecord, LayerRecord]]) -> Arrays:
+    def _scaled(self, variant: str, layers: Sequence[LayerRecord]) -> Arrays:
         """Return the block's outputs that attention reads, scaled as in PyTorch after a synthetic cache."""
         arrays = {name: self._env[name] for name in ("query", "key", "value", "position_ids")}
         if not self.num_past:
             return arrays
-        ((layer, _),) = layers
+        (layer,) = layers  # one sequence at a time follows a synthetic cache
         spec = self.graphs.assembly.variants[variant]
         query_scale = np.full(arrays["query"].shape[1], layer.query_scale, np.float32)
         if spec.sinks:
@@ -291,3 +284,11 @@ class Walk:
         for name, scale in scales.items():
             arrays[name] = (arrays[name] * scale).astype(arrays[name].dtype)
         return arrays
+
+
+def _hidden_of(index: int) -> Read:
+    return lambda record: record.layers[index].hidden
+
+
+def _attention_of(index: int) -> Read:
+    return lambda record: record.layers[index].attention

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +22,6 @@ from polygraphy.json import load_json
 
 import fake_gpu
 from faults.table import FAULTS
-from lockstep.artifacts.bisect_report import EngineReport
 from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.backends import build
 from lockstep.errors import CheckError, InputError
@@ -46,6 +44,7 @@ from lockstep.targets import Target
 from lockstep.verify.bisect.explain import engine_report
 from lockstep.verify.golden.check import GoldenCheck, check_engines
 from lockstep.verify.golden.moved import MovedCheck
+from lockstep.verify.walk import Tokens
 from lockstep.weights import Weights
 from lockstep_gpu.backends.tensorrt.compat import TENSORRT
 from some import some_cases
@@ -254,9 +253,10 @@ def test_a_block_that_leaves_its_graph_is_named_by_bisect(demo, engines, form, g
     assembly = demo.assembly(MODEL, form[1])
     weights = demo.weights(MODEL, form[1])
     inputs = tmp_path / "inputs.json"
-    report = lambda engines_json: EngineReport.from_json(engine_report(
-        assembly, weights, engines_json, 2, asdict(TOLERANCES[form[1]]), (list(range(3, 20)), 9), inputs=inputs
-    ))  # fmt: skip
+    request = Tokens(np.arange(3, 20), 9)
+    report = lambda engines_json: engine_report(
+        assembly, weights, engines_json, 2, TOLERANCES[form[1]], request, inputs=inputs
+    )
     right = report(engines[form])
     assert right.fault is None and right.rows[-1].part == "runtime" and all(row.passed for row in right.rows)
     assert any(row.part == "attention" for row in right.rows) == (form[2] == "traced")

@@ -44,6 +44,7 @@ from lockstep.verify.bisect.report import text
 from lockstep.verify.bisect.request import choose
 from lockstep.verify.metrics import failed_path
 from lockstep.verify.validate.torch_trace import TorchModel
+from lockstep.verify.walk import Tokens
 from lockstep.weights import Weights
 from some import some
 
@@ -77,15 +78,15 @@ def copied(demo, tmp_path) -> Copy:
 
 
 @pytest.fixture(scope="module")
-def right(demo) -> Callable[[str], run.Right]:
+def right(demo) -> Callable[[str], run.TorchRun]:
     """What PyTorch and the export say, which no fault below touches: made once for each precision."""
 
     @functools.cache
-    def made(precision: str) -> run.Right:
+    def made(precision: str) -> run.TorchRun:
         config = read_json(demo.checkpoint("demo-llama"))["config"]
         assembly = demo.assembly("demo-llama", precision)
         graphs = open_graphs(assembly, demo.weights("demo-llama", precision), LAYERS, 1)
-        return run.make_right(config, graphs, Tokenizer.open(assembly).encode(PROMPT))
+        return run.run_torch(config, graphs, Tokenizer.open(assembly).encode(PROMPT))
 
     return made
 
@@ -101,7 +102,7 @@ def follow(results: Results, right, precision: str = "fp32") -> BisectReport:
         Target("demo-llama", precision, LAYERS, "onnxruntime"),
         TOLERANCES[precision],
         prompt=PROMPT,
-        right=right(precision),
+        torch_run=right(precision),
     )
 
 
@@ -407,8 +408,8 @@ def test_weights_that_are_not_the_checkpoints_are_told_by_the_reference(referenc
         read_json(references.checkpoint("demo-llama"))["config"], Weights.open(results.weights("demo-llama", "fp32")), 2
     )
     record = model.record(choose(results, target, SHORT, 768).tokens.ids)
-    record_right = run.Right(record, model.noisy(record))
-    report = run.bisect(results, target, TOLERANCES["fp32"], prompt=SHORT, right=record_right)
+    torch_run = run.TorchRun(record, model.noisy(record))
+    report = run.bisect(results, target, TOLERANCES["fp32"], prompt=SHORT, torch_run=torch_run)
     assert report.wrong == "weights" and not report.faults and "convert again" in report.look_at[0]
 
 
@@ -461,8 +462,8 @@ def explained(results: Results, right, **options: Any) -> str:
         results.weights("demo-llama", "fp32"),
         results.engines("demo-llama", "fp32", "onnxruntime"),
     ]
-    tokens = right("fp32").record.token_ids.tolist(), 4
-    return explain_failure(*paths, LAYERS, TOLERANCES["fp32"], "demo-llama/fp32/3", **{"tokens": tokens, **options})
+    request = Tokens(right("fp32").record.token_ids, 4)
+    return explain_failure(*paths, LAYERS, TOLERANCES["fp32"], "demo-llama/fp32/3", request, **options)
 
 
 def test_a_failed_check_is_explained_in_one_line(copied, right):
@@ -632,8 +633,8 @@ def test_a_model_with_adapters_is_followed_without_them(demo, shared, tmp_path):
     assembly = results.assembly("demo-llama", "fp32")
     config = read_json(demo.checkpoint("demo-llama"))["config"]
     graphs = open_graphs(assembly, demo.weights("demo-llama", "fp32"), LAYERS, 1)
-    right = run.make_right(config, graphs, Tokenizer.open(assembly).encode(PROMPT))
-    ask = lambda: run.bisect(results, target, TOLERANCES["fp32"], prompt=PROMPT, right=right)
+    torch_run = run.run_torch(config, graphs, Tokenizer.open(assembly).encode(PROMPT))
+    ask = lambda: run.bisect(results, target, TOLERANCES["fp32"], prompt=PROMPT, torch_run=torch_run)
     answer = ask()
     assert answer.wrong == "nothing" and not answer.faults
     assert any("followed without one" in note for note in answer.notes)

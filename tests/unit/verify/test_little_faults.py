@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from demo_model import CONFIG, DEMO, LIMITS
 from faults.between import where
 from faults.edit import Edit
 from faults.scaled import FACTORS
-from lockstep.artifacts.bisect_report import EngineReport, FoundFault
+from lockstep.artifacts.bisect_report import FoundFault
 from lockstep.artifacts.files import read_json, sha256_file, write_bytes, write_json
 from lockstep.backends import build
 from lockstep.backends.engine_set import EngineSet
@@ -25,6 +24,7 @@ from lockstep.export import export
 from lockstep.targets import Results
 from lockstep.verify.bisect.explain import engine_report
 from lockstep.verify.compare.pair import Pair
+from lockstep.verify.walk import Tokens
 from lockstep.weights import Weights, convert
 from shared import Shared
 from some import some
@@ -148,11 +148,11 @@ def test_bisect_names_an_engine_that_is_a_little_wrong_in_8_bits(
     demo = results(precision)
     paths = demo.assembly(NAME, precision), demo.weights(NAME, precision)
     engines = build(paths[0], "onnxruntime", tmp_path / "engines.json")
-    tolerance = asdict(CONFIG.tolerance(NAME, precision, "onnxruntime"))
+    tolerance = CONFIG.tolerance(NAME, precision, "onnxruntime")
+    request = Tokens(np.arange(3, 40), 30)
 
     def fault() -> FoundFault | None:
-        report = engine_report(*map(str, (*paths, engines)), 2, tolerance, (list(range(3, 40)), 30))
-        return EngineReport.from_json(report).fault
+        return engine_report(*paths, engines, 2, tolerance, request).fault
 
     assert fault() is None
     spoil(engines, "middle", lambda edit: edit.replace("query", lambda value: edit.times(value, FACTORS[0])))

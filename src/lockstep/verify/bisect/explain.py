@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from lockstep.artifacts.assembly import Assembly
-from lockstep.artifacts.bisect_report import EngineReport, MeasuredOutput
+from lockstep.artifacts.bisect_report import FoundFault, MeasuredOutput
 from lockstep.artifacts.reports import GoldenReport
 from lockstep.backends import EngineSet
 from lockstep.errors import CheckError, InputError, LockstepError
@@ -25,14 +23,28 @@ from lockstep.runtime import Advance, Model, ModelOptions
 from lockstep.targets import Target
 from lockstep.tolerances import LOGITS, Tolerances
 from lockstep.verify.bisect.faults import engine_fault
+from lockstep.verify.bisect.measure import Engines, measure, measure_walk
 from lockstep.verify.bisect.report import answer
 from lockstep.verify.bisect.request import failing
-from lockstep.verify.bisect.walked import Engines, measure, walk_stages
 from lockstep.verify.graphs import Graphs
 from lockstep.verify.walk import Stage, Tokens
 from lockstep.weights import Weights
 
 SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """Engines compared with their graphs.
+
+    finished: False where the time was over before the last stage. overflow: a line where a graph exceeds float16, else
+    empty.
+    """
+
+    rows: tuple[MeasuredOutput, ...]
+    fault: FoundFault | None
+    finished: bool
+    overflow: str
 
 
 def explain_failure(
@@ -42,18 +54,17 @@ def explain_failure(
     layers: int | str,
     tolerance: Tolerances,
     target: str,
-    tokens: tuple[Sequence[int], int],
+    request: Tokens,
     seconds: float = SECONDS,
 ) -> str:
     """Return a sentence: the first engine that differs from its graph, or that none does; and what to run next.
 
-    target: its name, for the advice. tokens: ids of the failing request, and how many of them are its prompt. Stops
-    between two stages when `seconds` are over. Raises nothing: the caller has a failure to report.
+    target: its name, for the advice. request: the failing one. Stops between two stages when `seconds` are over. Raises
+    nothing: the caller has a failure to report.
     """
     further = f"graph against PyTorch: lockstep bisect {target}"
     try:
-        files = str(assembly_json), str(weights_json), str(engines_json)
-        report = EngineReport.from_json(engine_report(*files, layers, asdict(tolerance), tokens, seconds))
+        report = engine_report(assembly_json, weights_json, engines_json, layers, tolerance, request, seconds)
     except (LockstepError, OSError, MemoryError) as error:
         return f"bisect cannot run the engines with their graphs: {' '.join(str(error).split())}; {further}"
     if report.fault:
@@ -88,8 +99,7 @@ def explained(
     if request is None:  # no prompt is wrong
         return error
     bounds = replace(tolerance, logits=GoldenReport.load(failed).tolerance)
-    tokens = request.tokens.ids.tolist(), request.tokens.num_prompt
-    why = explain_failure(assembly_json, weights_json, engines_json, target.layers, bounds, str(target), tokens)
+    why = explain_failure(assembly_json, weights_json, engines_json, target.layers, bounds, str(target), request.tokens)
     lines = [str(error), why]
     if why.startswith(OVERFLOWS):  # the model exceeds float16: that says more than the error of a logit
         lines.reverse()
@@ -97,47 +107,41 @@ def explained(
 
 
 def engine_report(
-    assembly: str,
-    weights: str,
-    engines: str,
+    assembly_json: Path,
+    weights_json: Path,
+    engines_json: Path,
     layers: int | str,
-    tolerance: Mapping[str, Any],
-    tokens: Sequence[Any],
+    tolerance: Tolerances,
+    request: Tokens,
     seconds: float = math.inf,
     threads: int | None = None,
     inputs: Path | None = None,
-) -> dict[str, Any]:
-    """Compare engines with their graphs along tokens; where no engine is at fault, the runtime's logits too.
+) -> EngineReport:
+    """Compare engines with their graphs along a request; where no engine is at fault, the runtime's logits too.
 
-    Returns the JSON of an `EngineReport`. tokens: ids, and how many of them are the prompt. inputs: as of
-    `engine_fault`.
+    inputs: as of `engine_fault`.
     """
-    assembly_json, weights_json, engines_json = map(Path, (assembly, weights, engines))
-    bounds = Tolerances(**tolerance)
-    request = Tokens(np.asarray(tokens[0], np.int64), tokens[1])
     deadline = time.monotonic() + seconds
     graphs = open_graphs(assembly_json, weights_json, layers, threads)
-    opened = Engines(EngineSet.open(engines_json, assembly_json), graphs.weights, threads)
-    walked = walk_stages(graphs, opened, request, bounds, deadline=deadline)
-    fault = engine_fault(walked, graphs, opened, assembly_json, inputs)
-    rows = walked.rows
-    if fault is None and walked.logits is not None:
-        files = (engines_json, assembly_json, weights_json)
-        length = len(request.ids)
-        model = Model.open(
-            *files, layers, ModelOptions(max_batch_size=1, max_seq_len=length, threads=threads, low_memory=True)
-        )
-        rows += (_served(model, request, walked.logits, bounds),)
-    return EngineReport(rows, fault, walked.finished, walked.overflow or None).to_json()
+    engines = Engines(EngineSet.open(engines_json, assembly_json), graphs.weights, threads)
+    walk = measure_walk(graphs, engines, request, tolerance, deadline)
+    fault = engine_fault(walk, graphs, engines, assembly_json, inputs)
+    rows = walk.rows
+    if fault is None and walk.logits is not None:
+        options = ModelOptions(max_batch_size=1, max_seq_len=len(request.ids), threads=threads, low_memory=True)
+        model = Model.open(engines_json, assembly_json, weights_json, layers, options)
+        rows += (_runtime_error(model, request, walk.logits, tolerance),)
+    return EngineReport(rows, fault, walk.finished, walk.overflow)
 
 
-def _served(model: Model, tokens: Tokens, expected: np.ndarray, tolerance: Tolerances) -> MeasuredOutput:
-    """Run the tokens as the server does, and compare each step's logits. expected: of all tokens."""
-    room = model.max_num_tokens or len(tokens.ids)
-    total = len(tokens.ids)
-    ends = [*range(room, tokens.num_prompt, room), *range(tokens.num_prompt, total + 1)]
-    pairs = zip((0, *ends), ends)
-    logits = np.concatenate([model.step([Advance(0, tokens.ids[start:end], start)]) for start, end in pairs])
+def _runtime_error(model: Model, request: Tokens, expected: np.ndarray, tolerance: Tolerances) -> MeasuredOutput:
+    """Run a request in steps, as the server does, and compare their logits. expected: after each token."""
+    total = len(request.ids)
+    chunk_size = model.max_num_tokens or total
+    # The prompt in chunks, then each token of the answer alone.
+    ends = [*range(chunk_size, request.num_prompt, chunk_size), *range(request.num_prompt, total + 1)]
+    spans = zip((0, *ends), ends)
+    logits = np.concatenate([model.step([Advance(0, request.ids[start:end], start)]) for start, end in spans])
     positions = np.array(ends) - 1
     return steps_error("runtime", "graph", expected[positions], logits, positions, tolerance)
 

@@ -11,7 +11,9 @@ from pathlib import Path
 from lockstep.artifacts.bisect_report import BisectReport, FoundFault, MeasuredOutput, StageName
 from lockstep.verify.metrics import or_infinity
 
-_HEADS = tuple("layer|block|hidden|key|value|attention|logits|engine: block|attention|off from position".split("|"))
+# PyTorch's five tensors, then the engine's two parts.
+_HEADS = ("layer", "block", "hidden", "key", "value", "attention", "logits", "engine: block", "attention")
+_TENSORS = (("hidden", "hidden_out"), ("key_out",), ("value_out",), ("attention",), ("logits",))
 _REFERENCE = {"graph": "PyTorch", "engine": "its graph"}
 _ERRORS = {"pytorch": "of the graph against PyTorch", "graph": "of the engine against its graph"}
 
@@ -31,7 +33,7 @@ def answer(fault: FoundFault) -> str:
 
 
 def verdict(
-    faults: Sequence[FoundFault], rows: Sequence[MeasuredOutput], overflow: str | None, weights: Path
+    faults: Sequence[FoundFault], rows: Sequence[MeasuredOutput], overflow: str, weights: Path
 ) -> tuple[str, list[str]]:
     """Return the answer, which begins with the kind of fault, and advice. weights: the target's manifest."""
     if faults:
@@ -86,20 +88,16 @@ def text(report: BisectReport) -> str:
 
 def _table(report: BisectReport) -> list[str]:
     """Write a line for each layer: the largest error of each part, of graphs and of engines."""
-    lines: list[tuple[str, ...]] = [_HEADS]
+    lines: list[tuple[str, ...]] = [(*_HEADS, "off from position")]
     for label, rows in _by_layer(report.rows):
         torch = [row for row in rows if row.against == "pytorch"]
         engine = [row for row in rows if row.against == "graph"]
         graph = next((row.graph for row in rows if row.part != "attention"), rows[0].graph)
-        tensors = []
-        for names in (("hidden", "hidden_out"), ("key_out",), ("value_out",), ("attention",), ("logits",)):
-            tensors.append(_largest([row for row in torch if row.tensor in names]))
-        parts = [
-            _largest([row for row in engine if row.part != "attention"]),
-            _largest([row for row in engine if row.part == "attention"]),
-        ]
-        first_off = min((row.position for row in rows if not row.passed), default="")
-        lines.append((label, graph, *tensors, *parts, str(first_off)))
+        tensors = [_largest([row for row in torch if row.tensor in names]) for names in _TENSORS]
+        block = _largest([row for row in engine if row.part != "attention"])
+        attention = _largest([row for row in engine if row.part == "attention"])
+        position = min((row.position for row in rows if not row.passed), default="")
+        lines.append((label, graph, *tensors, block, attention, str(position)))
     widths = [max(map(len, column)) for column in zip(*lines)]
     aligned = []
     for line in lines:
@@ -122,7 +120,9 @@ def _largest(rows: Sequence[MeasuredOutput]) -> str:
     if not rows:
         return "-"
     worst = max(rows, key=lambda row: (not row.passed, or_infinity(row.max_abs_error)))
-    return f"{_number(worst.max_abs_error)}{' !' * (not worst.passed)}"
+    if worst.passed:
+        return _number(worst.max_abs_error)
+    return f"{_number(worst.max_abs_error)} !"
 
 
 def _number(error: float | None) -> str:

@@ -11,9 +11,9 @@ import numpy as np
 from lockstep.artifacts.reference import ReferenceManifest, ReferencePrompt
 from lockstep.artifacts.reports import GoldenReport
 from lockstep.errors import InputError
+from lockstep.manifests.manifest_files import failed_path
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.targets import Results, Target
-from lockstep.verify.metrics import failed_path
 from lockstep.verify.walk import Tokens
 
 

@@ -4,13 +4,13 @@ A target's results in; the first faulty graph or engine, and its first wrong pos
 transformers.
 
 PyTorch runs first, and its activations are kept. Then each stage's graph runs on PyTorch's activations there, and each
-engine on the graphs' outputs: so one error does not show in all later stages.
+engine on its graph's inputs: so one error does not show in all later stages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from safetensors.numpy import load_file
 
-from lockstep.artifacts.bisect_report import BisectReport, EngineReport, MeasuredOutput
+from lockstep.artifacts.bisect_report import BisectReport, MeasuredOutput
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.reference import ReferenceManifest
 from lockstep.errors import InputError
@@ -26,27 +26,27 @@ from lockstep.targets import Results, Target
 from lockstep.tolerances import Tolerances
 from lockstep.verify.bisect.explain import engine_report, open_graphs, steps_error
 from lockstep.verify.bisect.faults import graph_fault
+from lockstep.verify.bisect.measure import measure_walk
 from lockstep.verify.bisect.report import verdict
 from lockstep.verify.bisect.request import Request, choose
-from lockstep.verify.bisect.walked import walk_stages
 from lockstep.verify.golden.prompts import read_reference
 from lockstep.verify.graphs import Graphs
 from lockstep.verify.records import Record
 from lockstep.verify.validate.torch_trace import TorchModel
 
 
-class Right(NamedTuple):
-    """The reference of a bisection: PyTorch's activations for a request, exact and in fp16."""
+class TorchRun(NamedTuple):
+    """PyTorch's activations for a request, exact and in fp16: what graphs are compared with."""
 
     record: Record
     noisy: Record
 
 
-def make_right(config: Mapping[str, Any], graphs: Graphs, ids: np.ndarray) -> Right:
+def run_torch(config: Mapping[str, Any], graphs: Graphs, ids: np.ndarray) -> TorchRun:
     """Run `ids` through PyTorch on the weights of `graphs`. config: config.json's."""
     model = TorchModel(config, graphs.weights, graphs.num_layers)
     record = model.record(ids)
-    return Right(record, model.noisy(record))
+    return TorchRun(record, model.noisy(record))
 
 
 def _files(results: Results, target: Target) -> dict[str, Path]:
@@ -70,13 +70,13 @@ def bisect(
     tolerance: Tolerances,
     prompt: str | None = None,
     threads: int | None = None,
-    right: Right | None = None,
+    torch_run: TorchRun | None = None,
     inputs: Path | None = None,
 ) -> BisectReport:
     """Follow a request through PyTorch, graphs and engines.
 
-    prompt: a text to follow instead of the failing one. right: of the same model and request, where it exists already.
-    inputs: a file for the inputs of the faulty engine's graph.
+    prompt: a text to follow instead of the failing one. torch_run: of the same model and request, where it exists
+    already. inputs: a file for the inputs of the faulty engine's graph.
 
     Raises InputError without results or for a prompt that gives no tokens, CheckError for graphs or engines that are
     damaged or cannot run.
@@ -93,37 +93,33 @@ def bisect(
             f"prompt {request.text[:40]!r}: expected at most {longest} tokens (max_position_embeddings), "
             f"found {len(ids)}; give a shorter one"
         )
-    if right is None:
+    if torch_run is None:
         config = CheckpointManifest.load(files["checkpoint"]).config
-        right = make_right(config, graphs, ids)
+        torch_run = run_torch(config, graphs, ids)
     tolerance = replace(tolerance, logits=_logit_bound(results, target, tolerance))
-    recorded = replace(request.tokens, record=right.record, noisy=right.noisy)
-    walked = walk_stages(graphs, None, recorded, tolerance)
+    recorded = replace(request.tokens, record=torch_run.record, noisy=torch_run.noisy)
+    walk = measure_walk(graphs, None, recorded, tolerance)
     notes = [f"chosen: {request.why}"]
     if graphs.assembly.adapters is not None:
         notes.append("the model takes adapters: the request is followed without one; for those see the check `adapted`")
-    faults = [graph_fault(walked, graphs)]
-    rows = walked.rows
-    overflow = walked.overflow or None
-    stages = walked.rows  # in the order in which they run
+    faults = [graph_fault(walk, graphs)]
+    rows = walk.rows
+    overflow = walk.overflow
+    stages = walk.rows  # in the order in which they run
     if files["engines"].is_file():
-        places: dict[str, Any] = {name: str(files[name]) for name in ("assembly", "weights", "engines")}
-        tokens = [ids.tolist(), request.tokens.num_prompt]
-        bounds = asdict(tolerance)
-        report = engine_report(
-            **places, layers=target.layers, tolerance=bounds, tokens=tokens, threads=threads, inputs=inputs
-        )
-        engines = EngineReport.from_json(report)
+        engine_files = files["assembly"], files["weights"], files["engines"]
+        engines = engine_report(*engine_files, target.layers, tolerance, request.tokens, threads=threads, inputs=inputs)
         faults.append(engines.fault)
         rows = rows + engines.rows
         overflow = overflow or engines.overflow
         stages = engines.rows
     else:
         notes.append(f"no engines at {files['engines']}: only the graphs were looked at")
+    # The fault of the earlier stage is the answer; a stage has several rows, of which the first counts.
     order = {row.stage: number for number, row in reversed(list(enumerate(stages)))}
     ordered = sorted(filter(None, faults), key=lambda fault: order.get(fault.measured.stage, len(order)))
     if request.number is not None:
-        rows += (_weights_error(results, target, request, right.record.logits, tolerance),)
+        rows += (_weights_error(results, target, request, torch_run.record.logits, tolerance),)
     line, look_at = verdict(ordered, rows, overflow, results.weights(target.model, target.precision))
     return BisectReport(
         target=str(target),

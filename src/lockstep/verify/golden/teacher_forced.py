@@ -78,9 +78,9 @@ def logit_noise(model: torch.nn.Module, ids: Sequence[int], expected: Mapping[in
         columns = []
         runs: list[AbstractContextManager[object]] = [contextlib.nullcontext()]
         if choices:
-            runs.append(choices.again())
-        for fixed_choices in runs:
-            with fixed_choices, Rounded(dtype):
+            runs.append(choices.replay())
+        for run_choices in runs:
+            with run_choices, Rounded(dtype):
                 logits, _ = logits_after(model, ids, expected)
             errors = [logits[count].astype(np.float64) - row for count, row in expected.items()]
             columns.append([(np.abs(error).max(), np.sqrt(np.mean(error * error))) for error in errors])

@@ -137,7 +137,7 @@ class Router:
             forced = self._blocks[stage.graph].forced(stage.inputs, weights, forces[place])
             return {name: forced[name].astype(array.dtype) for name, array in outputs.items()}
 
-        *_, last = Walk(self._graphs, [tokens], instead=exact)
+        *_, last = Walk(self._graphs, [tokens], override=exact)
         return last.outputs["logits"].astype(np.float32)
 
     def _wrong(self, place: Place, graph: str, routed: Routed, outputs: Arrays) -> str | None:

@@ -102,8 +102,8 @@ class Engines:
 
 
 @dataclass(frozen=True)
-class FirstOff:
-    """The first output that is off.
+class FirstFailure:
+    """The first output over its tolerance.
 
     error_before: the largest error of the stage before; None where it is not finite.
     """
@@ -117,7 +117,7 @@ class FirstOff:
 
 
 @dataclass
-class Walked:
+class MeasuredWalk:
     """The stages of a walk, in its order, each with its measurements.
 
     finished: False where the time was over before the last stage. logits [num_tokens, vocab_size]: PyTorch's where
@@ -134,61 +134,63 @@ class Walked:
     def rows(self) -> tuple[MeasuredOutput, ...]:
         return tuple(itertools.chain.from_iterable(rows for _, rows in self.stages))
 
-    def first_off(self, against: str) -> FirstOff | None:
+    def first_failure(self, against: str) -> FirstFailure | None:
         earlier: list[MeasuredOutput] = []
-        for stage, every in self.stages:
-            rows = [row for row in every if row.against == against]
-            off = [row for row in rows if not row.passed]
-            if off:
-                last = [row for row in earlier if (row.part, row.layer) == (earlier[-1].part, earlier[-1].layer)]
-                error = largest([row.max_abs_error for row in last])
-                return FirstOff(off[0], stage, error)
+        for stage, measured in self.stages:
+            rows = [row for row in measured if row.against == against]
+            failed = [row for row in rows if not row.passed]
+            if failed:
+                # An attention before is one stage for each phase: its error is the largest of all.
+                before = [row for row in earlier if (row.part, row.layer) == (earlier[-1].part, earlier[-1].layer)]
+                return FirstFailure(failed[0], stage, largest([row.max_abs_error for row in before]))
             earlier += rows
         return None
 
 
-def walk_stages(
+def measure_walk(
     graphs: Graphs, engines: Engines | None, tokens: Tokens, tolerance: Tolerances, deadline: float = math.inf
-) -> Walked:
+) -> MeasuredWalk:
     """Measure each stage. deadline: of time.monotonic(), checked between stages."""
-    walked = Walked()
-    rows = 16
+    walk = MeasuredWalk()
+    decode_rows = 16
     if engines and engines.max_rows:
-        rows = engines.max_rows
-    for step in Walk(graphs, [tokens], decode_rows=rows):
-        walked.overflow = step.overflow(graphs)
-        if walked.overflow:
+        decode_rows = engines.max_rows
+    for run in Walk(graphs, [tokens], decode_rows=decode_rows):
+        walk.overflow = run.overflow(graphs)
+        if walk.overflow:
             break
-        walked.stages.append((step.stage, _measured(step, graphs, engines, tolerance)))
-        is_last = step.stage.part == "exit"
+        walk.stages.append((run.stage, _measure_stage(run, graphs, engines, tolerance)))
+        is_last = run.stage.part == "exit"
         if is_last:
-            walked.logits = step.outputs["logits"]
+            walk.logits = run.outputs["logits"]
             if tokens.record:
-                walked.logits = tokens.record.logits
+                walk.logits = tokens.record.logits
         if time.monotonic() > deadline:
-            walked.finished = is_last
+            walk.finished = is_last
             break
-    return walked
+    return walk
 
 
-def _measured(step: StageRun, graphs: Graphs, engines: Engines | None, tolerance: Tolerances) -> list[MeasuredOutput]:
-    rows = [
-        measure(step.stage, name, "pytorch", expected, step.outputs[name], tolerance, step.noisy.get(name))
-        for name, expected in step.expected.items()
-    ]
-    if engines is None:
+def _measure_stage(
+    run: StageRun, graphs: Graphs, engines: Engines | None, tolerance: Tolerances
+) -> list[MeasuredOutput]:
+    stage = run.stage
+    rows = []
+    for name, expected in run.expected.items():
+        rows.append(measure(stage, name, "pytorch", expected, run.outputs[name], tolerance, run.noisy.get(name)))
+    outputs = None
+    if engines is not None:
+        outputs = engines.run(stage, run.outputs)
+    if outputs is None:
         return rows
-    outputs = engines.run(step.stage, step.outputs)
-    if outputs is not None:
-        feeds = graphs.feeds(step.stage.graph, step.stage.inputs, step.stage.slots)
-        graph = graphs.graph(step.stage.graph)
-        noise = graph.noise(feeds, step.outputs)
-        tolerance = tolerances_of(graph.model, tolerance)
-        if not step.stage.slots:
-            tolerance = tolerance.of_attention
-        for name, actual in outputs.items():
-            bound = beside_graph(tolerance, noise[name])
-            rows.append(_output(step.stage, name, "graph", step.outputs[name], actual, bound))
+    graph = graphs.graph(stage.graph)
+    noise = graph.noise(graphs.feeds(stage.graph, stage.inputs, stage.slots), run.outputs)
+    tolerance = tolerances_of(graph.model, tolerance)
+    if not stage.slots:
+        tolerance = tolerance.of_attention
+    for name, actual in outputs.items():
+        bound = beside_graph(tolerance, noise[name])
+        rows.append(_judge(stage, name, "graph", run.outputs[name], actual, bound))
     return rows
 
 
@@ -207,14 +209,14 @@ def measure(
     in `validate`. noisy: `expected` in fp16.
     """
     if tensor == "logits" and tolerance.logits is not None:
-        return _output(stage, tensor, against, expected, actual, Bound(tolerance.logits), 1.0)
+        return _judge(stage, tensor, against, expected, actual, Bound(tolerance.logits), 1.0)
     noise = judge.NOTHING
     if noisy is not None:
         noise = spread(expected, noisy)
-    return _output(stage, tensor, against, expected, actual, within(tolerance, noise))
+    return _judge(stage, tensor, against, expected, actual, within(tolerance, noise))
 
 
-def _output(
+def _judge(
     stage: Stage,
     tensor: str,
     against: str,
