@@ -226,7 +226,7 @@ LIMITS = Limits(max_batch_size=16, max_num_tokens=512, max_seq_len=256)
 ])  # fmt: skip
 def test_each_profile_is_run_at_its_smallest_and_at_a_size_that_takes_seconds(graph, limits, expected) -> None:
     assembly = SimpleNamespace(max_position_embeddings=None)
-    actual = inputs.cases(inputs.Graph(onnx.parser.parse_model(graph), assembly, replace(LIMITS, **limits)))
+    actual = inputs.cases(inputs.ComparedGraph(onnx.parser.parse_model(graph), assembly, replace(LIMITS, **limits)))
     assert [
         (case.profile, *(case.sizes[dim] for dim in ("num_tokens", "num_requests") if dim in case.sizes))
         for case in actual
@@ -236,7 +236,7 @@ def test_each_profile_is_run_at_its_smallest_and_at_a_size_that_takes_seconds(gr
 @pytest.mark.parametrize("positions, expected", [(2048, 32), (16, 8), (None, 32)])
 def test_positions_are_those_that_the_model_has(positions, expected) -> None:
     assembly = SimpleNamespace(max_position_embeddings=positions)
-    graph = inputs.Graph(onnx.parser.parse_model(CACHE), assembly, LIMITS)
+    graph = inputs.ComparedGraph(onnx.parser.parse_model(CACHE), assembly, LIMITS)
     smallest, chosen = inputs.cases(graph)
     assert smallest.sizes == {"num_tokens": 1, "past_capacity": 1}
     assert chosen.sizes == {"num_tokens": expected, "past_capacity": expected}
@@ -251,7 +251,9 @@ def test_integers_of_unknown_meaning_are_refused() -> None:
     model = onnx.parser.parse_model(GRAPH.replace("logit_rows", "levels"))
     assembly = SimpleNamespace(max_position_embeddings=8)
     with pytest.raises(CheckError, match="graph g: expected integers that a decoder step has, found the input levels"):
-        inputs.arrays(inputs.Graph(model, assembly, LIMITS), inputs.Case(0, {"num_tokens": 1, "num_requests": 1}))
+        inputs.arrays(
+            inputs.ComparedGraph(model, assembly, LIMITS), inputs.Case(0, {"num_tokens": 1, "num_requests": 1})
+        )
 
 
 # --- TensorRT's runner, over the fake TensorRT

@@ -52,7 +52,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Graph:
+class ComparedGraph:
     """A graph as it is compared. slots: its weight inputs. variant: of an attention. limits: of its engines."""
 
     model: onnx.ModelProto
@@ -75,13 +75,13 @@ class Graph:
     @property
     def dims(self) -> dict[str, list[str]]:
         """Return the free dimensions of each input, "" for a fixed one."""
-        inputs = self.model.graph.input
         dims = {}
-        for value in inputs:
+        for value in self.model.graph.input:
             dims[value.name] = [dim.dim_param for dim in value.type.tensor_type.shape.dim]
         return dims
 
     def bounds(self) -> list[dict[str, tuple[int, int]]]:
+        """Return {dimension: (smallest, largest size)} of each optimization profile."""
         dims = self.dims
         ranges: list[dict[str, tuple[int, int]]] = []
         for profile in profiles(self.model, self.limits):
@@ -93,12 +93,12 @@ class Graph:
         return ranges
 
 
-def cases(graph: Graph) -> list[Case]:
+def cases(graph: ComparedGraph) -> list[Case]:
     """Return the cases of each optimization profile of a graph.
 
-    At its smallest sizes and at up to 32 tokens; attention also over caches of the largest capacity. These
-    end on both sides of each edge of page, window and capacity. Otherwise lengths stay below half the model's
-    positions, so that a past and its next tokens have valid positions.
+    At its smallest sizes and at up to 32 tokens; attention also over caches of the largest capacity, which end on both
+    sides of each edge of page, window and capacity. Otherwise lengths stay below half the model's positions, so that a
+    past and its next tokens have valid positions.
     """
     modest = min(_MODEST, max(1, graph.positions // 2))
     chosen: list[Case] = []
@@ -111,12 +111,12 @@ def cases(graph: Graph) -> list[Case]:
     return [case for index, case in enumerate(chosen) if case not in chosen[:index]]
 
 
-def ranges(graph: Graph) -> dict[str, tuple[int, int]]:
+def ranges(graph: ComparedGraph) -> dict[str, tuple[int, int]]:
     widest: dict[str, tuple[int, int]] = {}
     for bounds in graph.bounds():
         for dim, (lower, upper) in bounds.items():
-            before = widest.get(dim, (lower, upper))
-            widest[dim] = min(lower, before[0]), max(upper, before[1])
+            lowest, highest = widest.get(dim, (lower, upper))
+            widest[dim] = min(lower, lowest), max(upper, highest)
     return widest
 
 
@@ -138,7 +138,7 @@ def _short_lengths(sizes: Sizes) -> tuple[int, ...]:
     return tuple(np.linspace(0, capacity, requests).astype(int).tolist())
 
 
-def _long_cases(profile: int, bounds: Mapping[str, tuple[int, int]], graph: Graph) -> Iterator[Case]:
+def _long_cases(profile: int, bounds: Mapping[str, tuple[int, int]], graph: ComparedGraph) -> Iterator[Case]:
     """Yield cases over caches of the largest capacity.
 
     Of a decode graph all lengths, a few requests at a time; of a prefill graph one for each edge.
@@ -160,29 +160,28 @@ def _long_cases(profile: int, bounds: Mapping[str, tuple[int, int]], graph: Grap
                 yield Case(profile, {"num_tokens": tokens, "past_capacity": capacity}, (length,), True)
 
 
-def arrays(graph: Graph, case: Case) -> dict[str, np.ndarray]:
+def arrays(graph: ComparedGraph, case: Case) -> dict[str, np.ndarray]:
     """Return seeded values for all inputs of a graph but its weights.
 
     Activations are N(0, 1), as after a norm; integers are valid. Of a long case queries are scaled down, so that each
     row of the cache has some weight. Raises CheckError for an integer input of unknown meaning.
     """
     random = np.random.default_rng(SEED)
-    chosen = case.sizes
     assembly = graph.assembly
     variant = graph.variant
     values: dict[str, np.ndarray] = {}
-    names = {value.name for value in graph.model.graph.input}
+    has_state = "decay" in {value.name for value in graph.model.graph.input}
     lengths = np.array(case.past_lengths, np.int64)
     for value in graph.model.graph.input:
         if value.name in graph.slots:
             continue
-        shape = [dim.dim_value or chosen[dim.dim_param] for dim in value.type.tensor_type.shape.dim]
+        shape = [dim.dim_value or case.sizes[dim.dim_param] for dim in value.type.tensor_type.shape.dim]
         dtype = np.dtype(dtype_name(value.type.tensor_type.elem_type))
         if dtype.kind == "f":
             numbers = random.standard_normal(shape, np.float32)
             if value.name.endswith((A_SUFFIX, B_SUFFIX)):  # so that an adapter's product is as large as its layer's
                 numbers /= np.sqrt(np.float32(shape[0]))
-            if value.name in ("query", "key", "decay", "beta") and "decay" in names:
+            if has_state and value.name in ("query", "key", "decay", "beta"):
                 numbers = _of_recurrence(value.name, numbers, graph.model.graph)
             values[value.name] = numbers.astype(dtype)
         elif value.name == IDS:
@@ -191,7 +190,7 @@ def arrays(graph: Graph, case: Case) -> dict[str, np.ndarray]:
         elif value.name == "token_ids":
             values[value.name] = random.integers(0, assembly.vocab_size, shape, np.int64)
         elif value.name == "logit_rows":
-            values[value.name] = np.linspace(0, chosen["num_tokens"] - 1, shape[0]).astype(np.int64)
+            values[value.name] = np.linspace(0, case.sizes["num_tokens"] - 1, shape[0]).astype(np.int64)
         elif value.name == "past_lengths":
             values[value.name] = lengths
         elif value.name == "position_ids":

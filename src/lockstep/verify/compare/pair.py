@@ -17,7 +17,7 @@ import onnx
 
 from lockstep.artifacts.assembly import Assembly, BoundBlock, GraphFile
 from lockstep.artifacts.reports import ComparedEngine, ComparedRun, SweptSizes
-from lockstep.artifacts.signature import concrete_shape
+from lockstep.artifacts.signature import IO, concrete_shape
 from lockstep.backends.engine_set import EngineSet
 from lockstep.backends.graphs import BaseGraph, graph_file
 from lockstep.backends.profiles import profiles
@@ -75,21 +75,9 @@ class Pair:
             self._model = run_passes(self._model, WithoutAdapters())
             block = graph.block
         slots = graph.signature.slots
-        layer = None
-        tensors: Mapping[str, Sequence[str]] = {}
-        source: Tensors = weights
-        if slots:
-            layer, part = _place(engines.assembly, block)
-            class_slots = engines.assembly.classes[part.graph].signature.slots
-            check_slots(weights, part.slots, class_slots, part.graph)
-            tensors = part.slots
-            if part.graph != block:  # a piece, with the weights of the first rank
-                assert ranks is not None
-                source = RankWeights(weights, part.slots, class_slots, ranks.classes[part.graph], 0)
-                tensors = {slot.name: [slot.name] for slot in slots}
-        self._layer = layer
+        self._layer, source, tensors = _layer_weights(engines.assembly, weights, block, slots)
         computed = widened(self._model)  # ONNX Runtime has no bf16 on a CPU
-        self._subject = inputs.Graph(computed, self._assembly, self._limits, tensors, self._variant)
+        self._compared = inputs.ComparedGraph(computed, self._assembly, self._limits, tensors, self._variant)
         self._signature = signature_of(computed.graph, tensors)
         self._weights = {slot.name: slot_array(source, tensors[slot.name], slot.sizes) for slot in slots}
         self._run_graph = NoisyRun(self._model, self._weights, threads)
@@ -111,7 +99,7 @@ class Pair:
         worst: ComparedRun | None = None
         try:
             with np.errstate(invalid="ignore", over="ignore"):
-                runs = [self._run_case(case, tolerance) for case in inputs.cases(self._subject)]
+                runs = [self._run_case(case, tolerance) for case in inputs.cases(self._compared)]
                 sweep = self.sweep()
                 if not self.failures:
                     tried, worst = self._run_sizes(sweep, tolerance, seconds)
@@ -135,7 +123,7 @@ class Pair:
         largest_number = math.inf
         if self._is_narrow:
             largest_number = LARGEST
-        return sweep_of(self._subject, self._seed, self._run_graph, self._prefill, largest_number)
+        return sweep_of(self._compared, self._seed, self._run_graph, self._prefill, largest_number)
 
     def run_engine(self, feed: Arrays, profile: int) -> Arrays:
         """Return the engine's outputs, in one optimization profile, as the runtime runs it."""
@@ -146,7 +134,7 @@ class Pair:
         return run_once(self._executable, feed, like, profile)
 
     def _run_case(self, case: inputs.Case, tolerance: Tolerances) -> ComparedRun:
-        feed = inputs.arrays(self._subject, case)
+        feed = inputs.arrays(self._compared, case)
         expected = self._run_graph(feed)
         outputs = self.run_engine(feed, case.profile)
         run, lines = self._judged(case, feed, Rows(expected, outputs), tolerance)
@@ -235,9 +223,9 @@ class Pair:
 
         feed: of the last rows. enough: rows whose rms is bounded.
         """
-        counted = self._counted(rows, tolerance)
-        if counted is not None:
-            rows = rows.take(counted)
+        judged_rows = self._judged_rows(rows, tolerance)
+        if judged_rows is not None:
+            rows = rows.take(judged_rows)
         expected = rows.expected
         # For each output: the rows of a state are not tokens.
         finite = {name: np.isfinite(rows_of(expected[name])).all(1) for name in rows.outputs}
@@ -257,8 +245,8 @@ class Pair:
         run = ComparedRun(case.profile, case.sizes, errors, tuple(case.past_lengths) or None)
         return run, [f"{place}, {line}" for line in lines if line]
 
-    def _counted(self, rows: Rows, tolerance: Tolerances) -> np.ndarray | None:
-        """Return the rows that are compared; None for all.
+    def _judged_rows(self, rows: Rows, tolerance: Tolerances) -> np.ndarray | None:
+        """Return which rows are judged, bool [rows]; None for all.
 
         Not those with a near-tie between experts; nor, at the end of the precision, those where the engine's float16
         overflows and the graph's float32 does not.
@@ -292,7 +280,23 @@ def _worse(run: ComparedRun, other: ComparedRun) -> bool:
     return max(map(judge.share, run.outputs.values())) > max(map(judge.share, other.outputs.values()))
 
 
-def _place(assembly: Assembly, name: str) -> tuple[int | None, BoundBlock]:
+def _layer_weights(
+    assembly: Assembly, weights: Weights, block: str, slots: Sequence[IO]
+) -> tuple[int | None, Tensors, Mapping[str, Sequence[str]]]:
+    """Return (layer, tensors, {slot: names of tensors}) of a layer that has this block, or this piece of one."""
+    if not slots:
+        return None, weights, {}
+    layer, part = _find_part(assembly, block)
+    class_slots = assembly.classes[part.graph].signature.slots
+    check_slots(weights, part.slots, class_slots, part.graph)
+    if part.graph == block:
+        return layer, weights, part.slots
+    assert assembly.tensor_parallel is not None  # else no block has pieces
+    first_rank = RankWeights(weights, part.slots, class_slots, assembly.tensor_parallel.classes[part.graph], 0)
+    return layer, first_rank, {slot.name: [slot.name] for slot in slots}
+
+
+def _find_part(assembly: Assembly, name: str) -> tuple[int | None, BoundBlock]:
     """Return (layer, part) of a class, or of a class that has this piece; layer None: the embedding."""
     layers = list(enumerate(assembly.layers))
     parts: list[tuple[int | None, BoundBlock]] = [(None, assembly.embedding)]

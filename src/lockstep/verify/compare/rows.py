@@ -40,7 +40,7 @@ class Rows:
 
 
 class EarlierRows:
-    """An engine's outputs for each row when they were judged."""
+    """An engine's outputs for each row when they were judged; NaN, which equals nothing, for other rows."""
 
     def __init__(self) -> None:
         self._arrays: dict[str, np.ndarray] = {}

@@ -9,9 +9,9 @@ In: a graph, the limits, a seed. Out: trials, each with its feed and its expecte
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from random import Random
 
 import numpy as np
 import onnx
@@ -19,7 +19,7 @@ import onnx
 from lockstep.verify.arrays import take_rows
 from lockstep.verify.boundaries import PAGE
 from lockstep.verify.compare import inputs
-from lockstep.verify.compare.inputs import Case, Graph
+from lockstep.verify.compare.inputs import Case, ComparedGraph
 from lockstep.verify.compare.trial import Arrays, Point, Ranges, Run, Sweep, Trial
 
 SEQUENCE_TOKENS = 512  # tokens of the sequence that attention is run on; its scores take heads * 512^2 numbers
@@ -46,41 +46,55 @@ class AttentionSweep(Sweep):
 
     def __init__(
         self,
-        graph: Graph,
+        graph: ComparedGraph,
         ranges: Ranges,
-        draw: random.Random,
+        draw: Random,
         largest: float,
         run_graph: Run,
         prefill: onnx.ModelProto,
-        run: Run,
+        run_prefill: Run,
     ):
+        """prefill: the graph of the same attention that computes the whole sequence; run_prefill: runs it."""
         self._graph = graph
         self._run_graph = run_graph
-        self._length = length = min(SEQUENCE_TOKENS, graph.positions, ranges.get("num_tokens", (1, SEQUENCE_TOKENS))[1])
+        _, max_tokens = ranges.get("num_tokens", (1, SEQUENCE_TOKENS))
+        self._length = min(SEQUENCE_TOKENS, graph.positions, max_tokens)
         self._names = [value.name for value in graph.model.graph.input]
         self._stale = dict[tuple[str, bool], np.ndarray]()
         self._random = np.random.default_rng(draw.randrange(1 << 32))
-        case = Case(0, {"num_tokens": length, "past_capacity": 1}, (0,))
-        self._whole = inputs.arrays(Graph(prefill, graph.assembly, graph.limits), case)
-        self._run = run
+        case = Case(0, {"num_tokens": self._length, "past_capacity": 1}, (0,))
+        whole = inputs.arrays(ComparedGraph(prefill, graph.assembly, graph.limits), case)
+        self._inputs = {False: whole, True: _scaled(whole, graph, largest)}  # by `Trial.scaled`, as the outputs
+        self._run_prefill = run_prefill
         self._outputs = dict[bool, Arrays]()
-        self._scaled = _scaled(self._whole, graph, largest)
         self._decodes = "num_requests" in ranges
         self._max_capacity = ranges["past_capacity"][1]
         if self._decodes:
             self._requests = ranges["num_requests"][1]
-            lengths = self._lengths()
             self.trials = list(self._decode_trials(draw))
-            slots = sum(map(len, lengths.values()))
-            pairs = self._requests * len(lengths) + self._requests * slots + slots
-            self.totals = pairs, self._requests * slots
+            self.totals = self._decode_totals()
         else:
-            max_length = self._max_capacity
-            self.trials = list(self._prefill_trials(length, max_length, draw))
-            chunks = [(length - past, max_length - max(past, 1) + 1) for past in range(min(length, max_length + 1))]
-            rooms = sum(room for _, room in chunks)
-            self.totals = sum(tokens for tokens, _ in chunks) + length * max_length + rooms, sum(map(math.prod, chunks))
+            self.trials = self._prefill_trials(draw)
+            self.totals = self._prefill_totals()
         self.trials += self._far_trials(draw)
+
+    def _decode_totals(self) -> tuple[int, int]:
+        """Return the numbers of pairs and of triples of (requests, capacity, length)."""
+        capacities = self._lengths()
+        num_lengths = sum(map(len, capacities.values()))  # each at one capacity
+        pairs = self._requests * len(capacities) + self._requests * num_lengths + num_lengths
+        return pairs, self._requests * num_lengths
+
+    def _prefill_totals(self) -> tuple[int, int]:
+        """Return the numbers of pairs and of triples of (tokens, length of the past, capacity)."""
+        pairs = self._length * self._max_capacity
+        triples = 0
+        for past in range(min(self._length, self._max_capacity + 1)):
+            tokens = self._length - past
+            capacities = self._max_capacity - max(past, 1) + 1
+            pairs += tokens + capacities
+            triples += tokens * capacities
+        return pairs, triples
 
     def points(self, trial: Trial) -> Iterator[Point]:
         sizes = trial.case.sizes
@@ -89,8 +103,9 @@ class AttentionSweep(Sweep):
             if not trial.is_far:
                 yield sizes["num_tokens"], lengths[0], sizes["past_capacity"]
             return
-        counted = self._lengths().get(sizes["past_capacity"], range(0))
-        yield from ((sizes["num_requests"], sizes["past_capacity"], length) for length in lengths if length in counted)
+        # A request may be shorter than any for which the cache grows to this capacity: `totals` does not have it.
+        grown = self._lengths().get(sizes["past_capacity"], range(0))
+        yield from ((sizes["num_requests"], sizes["past_capacity"], length) for length in lengths if length in grown)
 
     def _lengths(self) -> dict[int, range]:
         """Return {capacity that a cache grows to: lengths at which it has that capacity}."""
@@ -103,25 +118,27 @@ class AttentionSweep(Sweep):
             capacity = min(2 * capacity, self._max_capacity)
         return lengths
 
-    def _prefill_trials(self, length: int, max_length: int, draw: random.Random) -> list[Trial]:
+    def _prefill_trials(self, draw: Random) -> list[Trial]:
         trials = []
-        for number, (past, count) in enumerate(_chunks(length, draw)):
-            room = max(1, past)
-            if number >= length:  # the drawn chunks, after one of each length
-                room = draw.randrange(room, max(max_length, room) + 1)
-            if room <= max_length:
-                trials.append(self._prefill_trial(past, count, room, False))
-        return [*trials, self._prefill_trial(length // 2, length - length // 2, max(1, length // 2), True)]
+        for number, (past, count) in enumerate(_chunks(self._length, draw)):
+            capacity = max(1, past)
+            if number >= self._length:  # the drawn chunks, after one of each length
+                capacity = draw.randrange(capacity, max(self._max_capacity, capacity) + 1)
+            if capacity <= self._max_capacity:
+                trials.append(self._prefill_trial(past, count, capacity, False))
+        half = self._length // 2
+        return [*trials, self._prefill_trial(half, self._length - half, max(1, half), True)]
 
-    def _prefill_trial(self, past: int, count: int, room: int, scaled: bool) -> Trial:
-        case = Case(0, {"num_tokens": count, "past_capacity": room}, (past,), True)
+    def _prefill_trial(self, past: int, count: int, capacity: int, scaled: bool) -> Trial:
+        case = Case(0, {"num_tokens": count, "past_capacity": capacity}, (past,), True)
         return Trial(case, np.arange(past, past + count), scaled)
 
-    def _decode_trials(self, draw: random.Random) -> Iterator[Trial]:
+    def _decode_trials(self, draw: Random) -> Iterator[Trial]:
         """Yield each capacity that a cache grows to with each number of requests, of seeded lengths; then `_design`."""
         last = None
         for capacity in self._lengths():
-            counts = range(1, self._rows(capacity) + 1)
+            counts = range(1, self._max_requests(capacity) + 1)
+            # Caches with room for one more token; then full ones, as before they grow.
             for count, room in [*((count, 1) for count in counts), (counts[-1], 0)]:
                 longest = min(capacity - room, self._length - 1)
                 rows = [draw.randint(0, longest) for _ in range(count - 1)] + [longest]
@@ -132,14 +149,14 @@ class AttentionSweep(Sweep):
             yield Trial(last.case, last.rows, True)
         yield from self._design(draw)
 
-    def _design(self, draw: random.Random) -> Iterator[Trial]:
+    def _design(self, draw: Random) -> Iterator[Trial]:
         """Yield each number of requests with each length, in a cache of its capacity: all, or `_DESIGN` drawn steps."""
         steps = []
         for capacity, lengths in self._lengths().items():
             near = [length for length in lengths if length < self._length]
             if not near:
                 break
-            for count in range(1, self._rows(capacity) + 1):
+            for count in range(1, self._max_requests(capacity) + 1):
                 # All lengths in a random order, filled up to a multiple of `count`: first with others of them, each
                 # once, then, where there are too few, with drawn ones.
                 shuffled = draw.sample(near, len(near))
@@ -153,10 +170,10 @@ class AttentionSweep(Sweep):
         case = Case(0, {"num_requests": len(rows), "past_capacity": capacity}, tuple(rows), True)
         return Trial(case, np.array(rows, np.int64), is_far=is_far)
 
-    def _rows(self, capacity: int) -> int:
+    def _max_requests(self, capacity: int) -> int:
         return min(self._requests, max(2, inputs.CACHE_ROWS // capacity))
 
-    def _far_trials(self, draw: random.Random) -> Iterator[Trial]:
+    def _far_trials(self, draw: Random) -> Iterator[Trial]:
         """Yield decode steps at lengths drawn beyond the sequence, and chunks after such lengths."""
         if self._graph.positions <= self._length:
             return
@@ -165,9 +182,11 @@ class AttentionSweep(Sweep):
             if self._decodes:
                 capacity = next(capacity for capacity, lengths in self._lengths().items() if length in lengths)
                 lengths = [length]
-                lengths += draw.choices(self._lengths()[capacity], k=draw.randint(0, self._rows(capacity) - 1))
+                lengths += draw.choices(self._lengths()[capacity], k=draw.randint(0, self._max_requests(capacity) - 1))
                 yield self._decode_trial(capacity, draw.sample(lengths, len(lengths)), True)
-            elif self._length <= (past := min(length, self._graph.positions - _FAR_TOKENS, self._max_capacity)):
+                continue
+            past = min(length, self._graph.positions - _FAR_TOKENS, self._max_capacity)
+            if past >= self._length:
                 yield replace(self._prefill_trial(past, _FAR_TOKENS, past, False), is_far=True)
 
     def feed(self, trial: Trial) -> dict[str, np.ndarray]:
@@ -175,7 +194,7 @@ class AttentionSweep(Sweep):
             return inputs.arrays(self._graph, trial.case)
         outputs = self._computed(trial.scaled)
         capacity = trial.case.sizes["past_capacity"]
-        arrays = self._inputs(trial.scaled)
+        arrays = self._inputs[trial.scaled]
         feed: dict[str, np.ndarray] = {}
         for name in self._names:
             if name == "past_lengths":
@@ -206,18 +225,13 @@ class AttentionSweep(Sweep):
             return self._run_graph(self.feed(trial))
         return take_rows(self._computed(trial.scaled), trial.rows)
 
-    def _inputs(self, scaled: bool) -> Arrays:
-        if scaled:
-            return self._scaled
-        return self._whole
-
     def _computed(self, scaled: bool) -> Arrays:
         if scaled not in self._outputs:
-            self._outputs[scaled] = self._run(self._inputs(scaled))
+            self._outputs[scaled] = self._run_prefill(self._inputs[scaled])
         return self._outputs[scaled]
 
 
-def _scaled(arrays: Arrays, graph: Graph, largest: float) -> dict[str, np.ndarray]:
+def _scaled(arrays: Arrays, graph: ComparedGraph, largest: float) -> dict[str, np.ndarray]:
     """Return the inputs of attention with values and keys at the end of the precision.
 
     Queries are scaled down as keys are scaled up, which keeps scores in range. The graph runs on these inputs too, so
@@ -242,12 +256,13 @@ def _scaled(arrays: Arrays, graph: Graph, largest: float) -> dict[str, np.ndarra
 class StateSweep(Sweep):
     """A prompt's tokens after a state: each chunk, after each number of tokens."""
 
-    def __init__(self, graph: Graph, ranges: Ranges, draw: random.Random, run: Run):
-        ((dim, (_, max_tokens)),) = ranges.items()
+    def __init__(self, graph: ComparedGraph, ranges: Ranges, draw: Random, run: Run):
+        ((dim, (_, max_tokens)),) = ranges.items()  # of a chunk: a state's size is fixed
         self._run = run
         length = min(SEQUENCE_TOKENS, graph.positions, max_tokens)
         self._whole = inputs.arrays(graph, Case(0, {dim: length}))
-        self._states: dict[int, Arrays] = {0: {_STATE: np.zeros_like(self._whole.pop(PAST_STATE))}}
+        past_state = self._whole.pop(PAST_STATE)
+        self._states: dict[int, Arrays] = {0: {_STATE: np.zeros_like(past_state)}}
         self._outputs = dict[str, np.ndarray]()
         self.trials = [
             Trial(Case(0, {dim: count}), np.arange(past, past + count)) for past, count in _chunks(length, draw)
@@ -274,7 +289,7 @@ class StateSweep(Sweep):
         return self._states[count]
 
 
-def _chunks(length: int, draw: random.Random) -> list[tuple[int, int]]:
+def _chunks(length: int, draw: Random) -> list[tuple[int, int]]:
     """Return (tokens before, tokens) of chunks: each one that ends with the sequence; then seeded pairs."""
     pairs = [(past, length - past) for past in range(length)]
     for _ in range(length // 4):

@@ -9,9 +9,9 @@ In: a graph, the limits, a seed. Out: trials, each with its feed and its expecte
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from random import Random
 
 import numpy as np
 import onnx
@@ -20,21 +20,19 @@ from lockstep.artifacts.adapters import IDS
 from lockstep.tolerances import DECISIVE_ROWS
 from lockstep.verify.arrays import concatenate_rows, take_rows
 from lockstep.verify.compare import inputs
-from lockstep.verify.compare.inputs import Case, Graph, Sizes
+from lockstep.verify.compare.inputs import Case, ComparedGraph, Sizes
 from lockstep.verify.compare.sequence_sweep import LARGEST_SQUARED, PAST_STATE, AttentionSweep, StateSweep
 from lockstep.verify.compare.trial import Arrays, Point, Ranges, Run, Sweep, Trial, span_of
 from lockstep.verify.repeats import repeated_rows
 
-_PIECE = 512  # rows that a graph computes at a time
-_EXIT_PIECE = 64  # of an exit, whose rows are as wide as the vocabulary
-_OUTLIER = 100.0  # of one channel in every fourth row, as trained models have them
-_LARGE = 64.0  # of inputs that are no residual stream, in every fourth row
-Whole = dict[str, tuple[np.ndarray, bool]]  # the whole input of a graph, {name: (array, whether it has rows)}
+_OUTLIER = 100.0  # times a normal value: of one channel in every fourth row, as trained models have them
+_LARGE = 64.0  # the largest magnitude of inputs that are no residual stream, in every fourth row
 _LEVELS = 8  # magnitudes from 4 to the end of the precision
+Whole = dict[str, tuple[np.ndarray, bool]]  # the whole input of a graph, {name: (array, whether it has rows)}
 
 
 def sweep_of(
-    graph: Graph, seed: int, run: Run, prefill: Callable[[], tuple[onnx.ModelProto, Run]], largest: float
+    graph: ComparedGraph, seed: int, run: Run, prefill: Callable[[], tuple[onnx.ModelProto, Run]], largest: float
 ) -> Sweep:
     """Return the sweep of a graph; its trials are in a seeded order in which small ones tend to come first.
 
@@ -42,8 +40,8 @@ def sweep_of(
     activations, where its type is narrower than the graph's; else infinity.
     """
     ranges = inputs.ranges(graph)
-    draw = random.Random(seed)
-    sweep = Sweep()
+    draw = Random(seed)
+    sweep: Sweep
     if "past_capacity" in ranges:
         sweep = AttentionSweep(graph, ranges, draw, largest, run, *prefill())
     elif PAST_STATE in graph.dims and "num_requests" not in ranges:
@@ -62,14 +60,12 @@ class _RowSweep(Sweep):
 
     is_row_wise = True
     _large: np.ndarray
+    _piece_rows = 512  # that a graph computes at a time
 
-    def __init__(
-        self, graph: Graph, sizes: Sizes, decisive: int, piece: int, draw: random.Random, largest: float, run: Run
-    ):
+    def __init__(self, graph: ComparedGraph, sizes: Sizes, decisive: int, draw: Random, largest: float, run: Run):
         """sizes: of the whole input. decisive: the number of first rows from which `with_other_rows` takes."""
-        self._whole, self._large = _rows(graph, sizes, draw, largest)
+        self._whole, self._large = _whole_input(graph, sizes, draw, largest)
         self._decisive = decisive
-        self._piece_rows = piece
         self._run = run
         self._random = np.random.default_rng(draw.randrange(1 << 32))
         self._pieces: dict[int, Arrays] = {}
@@ -78,13 +74,14 @@ class _RowSweep(Sweep):
         rows = np.unique(trial.rows)
         unused = self._random.permutation(np.setdiff1d(np.arange(self._decisive), rows))
         for start in range(0, len(unused) - len(rows) + 1, len(rows)):
-            names = np.arange(len(self._large))
-            names[rows] = unused[start : start + len(rows)]
-            names[names[rows]] = rows
+            # Each of the trial's rows changes places with an unused one.
+            swapped = np.arange(len(self._large))
+            swapped[rows] = unused[start : start + len(rows)]
+            swapped[swapped[rows]] = rows
             step_rows = trial.step_rows
             if step_rows is not None:
-                step_rows = names[step_rows]
-            yield replace(trial, rows=names[trial.rows], step_rows=step_rows)
+                step_rows = swapped[step_rows]
+            yield replace(trial, rows=swapped[trial.rows], step_rows=step_rows)
 
     def expected(self, trial: Trial) -> Arrays:
         begin = int(trial.rows.min()) // self._piece_rows * self._piece_rows
@@ -108,12 +105,15 @@ class _RowSweep(Sweep):
 class _TokenSweep(_RowSweep):
     """A block: each number of rows, and rows that are the same; of an embedding each token of the vocabulary too."""
 
-    def __init__(self, graph: Graph, ranges: Ranges, draw: random.Random, largest: float, run: Run):
-        ((self._dim, (min_rows, max_rows)),) = ranges.items() or ((("", (1, 1)),))
-        first_rows = max(max_rows, DECISIVE_ROWS) if self._dim else 1
+    def __init__(self, graph: ComparedGraph, ranges: Ranges, draw: Random, largest: float, run: Run):
+        # A graph of fixed sizes has one row.
+        self._dim, (min_rows, max_rows) = next(iter(ranges.items()), ("", (1, 1)))
+        first_rows = 1
+        if self._dim:
+            first_rows = max(max_rows, DECISIVE_ROWS)
         vocabulary = range(graph.assembly.vocab_size if "token_ids" in graph.dims else 0)
         count = max(first_rows, len(vocabulary))
-        super().__init__(graph, {self._dim: count}, first_rows, _PIECE, draw, largest, run)
+        super().__init__(graph, {self._dim: count}, first_rows, draw, largest, run)
         starts = [(size, draw.randrange(first_rows - size + 1)) for size in range(min_rows, max_rows + 1)]
         starts += [(min(max_rows, count - start), start) for start in vocabulary[::max_rows]]
         self.trials = [self._trial(np.arange(start, start + size)) for size, start in starts]
@@ -135,12 +135,14 @@ class _ExitSweep(_RowSweep):
     Logits are those of the first rows of the whole input, wherever in a step: few wide rows that the graph computes.
     """
 
-    def __init__(self, graph: Graph, ranges: Ranges, draw: random.Random, largest: float, run: Run):
+    _piece_rows = 64  # as wide as the vocabulary
+
+    def __init__(self, graph: ComparedGraph, ranges: Ranges, draw: Random, largest: float, run: Run):
         _, tokens = ranges["num_tokens"]
         _, requests = ranges["num_requests"]
         decisive = max(DECISIVE_ROWS, 2 * requests)
         sizes = {"num_tokens": max(tokens, decisive), "num_requests": 1}
-        super().__init__(graph, sizes, decisive, _EXIT_PIECE, draw, largest, run)
+        super().__init__(graph, sizes, decisive, draw, largest, run)
         counts: list[int] = []
         while len(counts) < tokens:
             counts += draw.sample(range(1, requests + 1), requests)
@@ -183,7 +185,7 @@ def _cut(inputs: Whole, rows: np.ndarray | slice) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _rows(graph: Graph, sizes: Sizes, draw: random.Random, largest: float) -> tuple[Whole, np.ndarray]:
+def _whole_input(graph: ComparedGraph, sizes: Sizes, draw: Random, largest: float) -> tuple[Whole, np.ndarray]:
     """Return the whole input of a graph of rows, and which rows go to the end of the precision.
 
     Every fourth row of activations has an outlier, every fourth is large: of the residual stream up to the end of its
@@ -211,7 +213,7 @@ def _rows(graph: Graph, sizes: Sizes, draw: random.Random, largest: float) -> tu
     return tensors, number % 4 == 3
 
 
-def _activations(array: np.ndarray, largest: float | None, draw: random.Random) -> np.ndarray:
+def _activations(array: np.ndarray, largest: float | None, draw: Random) -> np.ndarray:
     """Return standard normal rows with outliers in some, and with others made large.
 
     largest: number of a residual stream, where its dtype allows it. None: it is no residual stream.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import abc
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import combinations
 
 import numpy as np
 
@@ -44,8 +44,8 @@ def span_of(rows: np.ndarray) -> np.ndarray | slice:
     return rows
 
 
-class Sweep:
-    """Trials of one graph; `feed` and `expected` return their inputs and the graph's outputs.
+class Sweep(abc.ABC):
+    """Trials of one graph.
 
     totals: how many pairs, and triples, there are of sizes that vary together and that requests reach.
     """
@@ -55,11 +55,13 @@ class Sweep:
     totals: tuple[int, ...] = ()
     _large: np.ndarray | None = None
 
+    @abc.abstractmethod
     def feed(self, trial: Trial) -> dict[str, np.ndarray]:
-        raise NotImplementedError
+        """Return the engine's inputs but the weights."""
 
+    @abc.abstractmethod
     def expected(self, trial: Trial) -> Arrays:
-        raise NotImplementedError
+        """Return the graph's outputs, and their noise, of the trial's rows."""
 
     def with_other_rows(self, trial: Trial) -> Iterator[Trial]:
         """Yield runs of the same sizes on other rows, of which each comes once; none where rows depend on others."""
@@ -76,13 +78,13 @@ class Sweep:
         return self._large[trial.rows]
 
     def tried(self, trials: Collection[Trial]) -> list[SizeCombinations]:
-        """Return which share of pairs, and of triples, some trials have."""
+        """Return how many of all pairs, and of all triples, some trials have."""
         points = set(itertools.chain.from_iterable(map(self.points, trials)))
-        shares = []
+        combinations = []
         for count, total in enumerate(self.totals, start=2):
-            parts = set()
+            tried = set()
             for point in points:
-                for places in combinations(range(len(point)), count):
-                    parts.add((places, tuple(point[place] for place in places)))
-            shares.append(SizeCombinations(len(parts), total))
-        return shares
+                for dims in itertools.combinations(range(len(point)), count):
+                    tried.add((dims, tuple(point[dim] for dim in dims)))
+            combinations.append(SizeCombinations(len(tried), total))
+        return combinations
