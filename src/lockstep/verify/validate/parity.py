@@ -29,7 +29,7 @@ _PIECE = 4096  # tokens of the vocabulary at a time
 _SAMPLE = 256  # tokens of which some repeat
 Pairs = Sequence[tuple[Record, Record]]  # torch's activations of sequences, in float32 and in fp16
 Embed = Callable[[np.ndarray], np.ndarray]
-Sides = dict[str, list[tuple[np.ndarray, ...]]]  # {output: pieces of rows (expected, actual, in fp16)}
+Pieces = dict[str, list[tuple[np.ndarray, ...]]]  # {output: pieces of rows (expected, actual, in fp16)}
 
 
 def embedding_error(graphs: Graphs, embed: Embed, noisy: Embed, tolerances: Tolerances) -> TensorError:
@@ -73,33 +73,33 @@ def layer_errors(
     """
     record = records[0][0]
     errors = list[BlockErrors]()
-    sides = Sides()
+    pieces = Pieces()
     overflow = None
-    mixing = [layer.layer for layer in record.layers]
-    if mixing != graphs.assembly.layer_numbers[: len(mixing)]:
-        raise CheckError(f"expected token mixers in layers {graphs.assembly.layer_numbers}, found {mixing}")
+    mixer_layers = [layer.layer for layer in record.layers]
+    if mixer_layers != graphs.assembly.layer_numbers[: len(mixer_layers)]:
+        raise CheckError(f"expected token mixers in layers {graphs.assembly.layer_numbers}, found {mixer_layers}")
     tokens = [Tokens(exact.token_ids, len(exact.token_ids) - 1, exact, noisy) for exact, noisy in records]
     for run in _runs(Walk(graphs, tokens, adapter_ids, capacity)):
         stage = run.stage
         if stage.part == "attention":
-            _add(sides, run, {name: f"{stage.phase}.{name}" for name in run.expected})
+            _add(pieces, run, {name: f"{stage.phase}.{name}" for name in run.expected})
             continue
         layer = graphs.num_layers - 1
         variant = None
-        if stage.part == "block":  # the hidden state that enters this layer is the output of the one before
-            _add(sides, run, dict.fromkeys(run.expected, "hidden"))
+        if stage.part == "block":  # the hidden state that enters this layer completes the entry of the one before
+            _add(pieces, run, dict.fromkeys(run.expected, "hidden"))
             assert stage.layer is not None
             layer = record.layers[stage.layer].layer
             variant = graphs.layers[stage.layer].variant
         if errors:
-            errors[-1] = replace(errors[-1], tensors=_measured(sides, tolerances))
+            errors[-1] = replace(errors[-1], tensors=_measured(pieces, tolerances))
         errors.append(BlockErrors(stage.graph, {}, layer, variant))
-        sides = Sides()
+        pieces = Pieces()
         if stage.part == "exit":
-            _add(sides, run, {"logits": "logits"})
+            _add(pieces, run, {"logits": "logits"})
         if (line := run.overflow(graphs)) and overflow is None:
             overflow = layer, line
-    errors[-1] = replace(errors[-1], tensors=_measured(sides, tolerances))
+    errors[-1] = replace(errors[-1], tensors=_measured(pieces, tolerances))
     return errors, overflow
 
 
@@ -117,24 +117,23 @@ def _runs(walk: Walk) -> Iterator[StageRun]:
         yield walk.exit()
 
 
-def _add(sides: Sides, run: StageRun, names: Mapping[str, str]) -> None:
+def _add(pieces: Pieces, run: StageRun, names: Mapping[str, str]) -> None:
     for name, key in names.items():
         rows = (side[name].reshape(len(side[name]), -1) for side in (run.expected, run.outputs, run.noisy))
-        sides.setdefault(key, []).append(tuple(rows))
+        pieces.setdefault(key, []).append(tuple(rows))
 
 
-def _measured(sides: Sides, tolerances: Tolerances) -> dict[str, TensorError]:
-    """Return {"<phase>.<output>": errors}, in the order in which phases were added.
-
-    The first phase has all rows. Where the noise is larger there, its bound also applies to phases of fewer rows.
-    """
+def _measured(pieces: Pieces, tolerances: Tolerances) -> dict[str, TensorError]:
+    """Return {"<phase>.<output>": errors}, in the order in which phases were added."""
     errors: dict[str, TensorError] = {}
-    usual: dict[str, Spread] = {}
-    for key, pieces in sides.items():
-        exact, actual, noisy = (np.concatenate(side) for side in zip(*pieces))
+    # The first phase has all rows. Where the noise is larger there, its bound also applies to phases of fewer rows.
+    first_noise: dict[str, Spread] = {}
+    for key, key_pieces in pieces.items():
+        exact, actual, noisy = (np.concatenate(side) for side in zip(*key_pieces))
         noise = spread(exact, noisy)
-        usual.setdefault(key.rpartition(".")[2], noise)
-        errors[key] = beside_noise(key, exact, actual, noise | usual[key.rpartition(".")[2]], tolerances)
+        output = key.rpartition(".")[2]
+        first_noise.setdefault(output, noise)
+        errors[key] = beside_noise(key, exact, actual, noise | first_noise[output], tolerances)
     return errors
 
 

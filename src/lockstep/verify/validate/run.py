@@ -93,23 +93,23 @@ def run(
 
 
 class _Validation:
-    """The checks of graphs. results: entries of the report, filled as far as the checks get."""
+    """The checks of graphs. results: entries of the report, filled as far as the checks get, also where one fails."""
 
     def __init__(self, graphs: Graphs, config: Mapping[str, Any], tolerance: Tolerances, results: dict[str, Any]):
         self._graphs = graphs
         self._config = config
         self._tolerance = tolerance
-        self._found = results
+        self._results = results
         variants = graphs.assembly.variants
         self._windows = {variants[layer.variant].window for layer in graphs.layers if layer.variant in variants} - {0}
 
     def check(self, layers: int | str, max_seq_len: int, threads: int | None) -> None:
         """Check everything. Raises CheckError for the first thing wrong."""
         graphs = self._graphs
-        self._found["unused_tensors"] = tuple(graphs.weights.unused(_bound_tensors(graphs.assembly)))
+        self._results["unused_tensors"] = tuple(graphs.weights.unused(_bound_tensors(graphs.assembly)))
         self._checker: dict[str, str] = {}
         self._linted: dict[str, Linted] = {}
-        self._found["checks"] = GraphChecks(self._checker, self._linted)
+        self._results["checks"] = GraphChecks(self._checker, self._linted)
         for name, graph in graphs.graphs().items():
             self._check_graph(name, graph)
         self._torch = TorchModel(self._config, graphs.weights, layers)
@@ -155,7 +155,7 @@ class _Validation:
         embedding = embedding_error(graphs, self._torch.embed, self._torch.noisy_embed, tolerance)
         pairs = [(record, self._torch.noisy(record)) for record in records]
         errors, overflow = layer_errors(graphs, pairs, tolerance)
-        self._found |= {
+        self._results |= {
             "embedding": BlockErrors(graphs.embedding.graph, {"hidden": embedding}),
             "blocks": tuple(errors[:-1]),
             "exit": errors[-1],
@@ -167,15 +167,15 @@ class _Validation:
         if line := wrong("hidden", embedding):
             raise CheckError(f"embedding ({graphs.embedding.graph}): {line}")
         if overflow:
-            self._found["first_failing_layer"], beyond = overflow
+            self._results["first_failing_layer"], beyond = overflow
             raise CheckError(beyond)
         self._check_errors(errors, "")
 
-    def _check_errors(self, errors: list[BlockErrors], how: str) -> None:
+    def _check_errors(self, errors: list[BlockErrors], context: str) -> None:
         """Raise CheckError for the first tensor that is off by too much, and note its layer."""
         for entry, line in wrong_layers(errors):
-            self._found["first_failing_layer"] = entry.layer
-            raise CheckError(f"{where(entry)}: {how}{line}")
+            self._results["first_failing_layer"] = entry.layer
+            raise CheckError(f"{where(entry)}: {context}{line}")
 
     def _check_long_contexts(self, short: Record, max_seq_len: int) -> None:
         """Check each kind of layer after long synthetic caches, teacher-forced. Raises CheckError.
@@ -190,7 +190,7 @@ class _Validation:
         lengths = config_lengths(self._config) | self._windows
         random = np.random.default_rng(0)
         caches = list[CacheError]()
-        self._found["long_context"] = LongContext(max_seq_len, count, ())
+        self._results["long_context"] = LongContext(max_seq_len, count, ())
         pasts = sorted({min(edge - 1, max_seq_len - _CHUNK_TOKENS) for edge in edges(max_seq_len, lengths)})
         with only_layers(self._torch.model, range(count)):
             for number, num_past in enumerate(pasts):
@@ -213,7 +213,7 @@ class _Validation:
                     key=lambda error: or_infinity(error.relative_error) / error.tolerance,
                 )
                 caches.append(CacheError(num_past, worst.relative_error, worst.noise, worst.tolerance))
-                self._found["long_context"] = LongContext(max_seq_len, count, tuple(caches))
+                self._results["long_context"] = LongContext(max_seq_len, count, tuple(caches))
                 self._check_errors(errors, f"after {num_past} cached tokens, ")
 
     def _check_forward(self, records: list[Record], threads: int | None) -> None:
@@ -234,11 +234,12 @@ class _Validation:
         ]
         logits: dict[bytes, np.ndarray] = {}
         noise = 0.0  # the largest error of a logit in this precision
-        for hidden in (feed["hidden"] for feed in feeds):
-            right = self._torch.logits(hidden)
-            logits[hidden.tobytes()] = right
-            rounded = noisy(right, functools.partial(self._torch.logits, hidden))
-            noise = max(noise, self._tolerance.rounding * max_abs_error(right, rounded))
+        for feed in feeds:
+            hidden = feed["hidden"]
+            exact = self._torch.logits(hidden)
+            logits[hidden.tobytes()] = exact
+            rounded = noisy(exact, functools.partial(self._torch.logits, hidden))
+            noise = max(noise, self._tolerance.rounding * max_abs_error(exact, rounded))
         del self._torch  # before all weights are read for the uncut graph
         gc.collect()
         uncut = graphs.uncut(threads)
@@ -255,7 +256,7 @@ class _Validation:
         bound = self._tolerance.noise * noise
         if self._tolerance.logits is not None:
             bound = self._tolerance.logits
-        self._found["forward"] = errors = compare(runners, feeds, bound, noise)
+        self._results["forward"] = errors = compare(runners, feeds, bound, noise)
         for runner, error in errors.items():
             if not error.passed:
                 raise CheckError(

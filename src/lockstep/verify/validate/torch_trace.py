@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -57,24 +57,25 @@ class _Recording:
     """The calls of hooks, one for each token mixer.
 
     past: keys and values [1, num_kv_heads, num_past, ...] of a synthetic cache for each mixer, None for one with a
-    state; empty without such a cache. right: the record whose outputs replace those of the mixers.
+    state; empty without such a cache. exact: the record whose outputs replace those of the mixers.
     """
 
     past: Sequence[tuple[torch.Tensor, torch.Tensor] | None] = ()
     calls: list[dict[str, Any]] = field(default_factory=list)
-    right: Record | None = None
+    exact: Record | None = None
 
     @property
     def num_past(self) -> int:
         return next((pair[0].shape[2] for pair in self.past if pair is not None), 0)
 
-    def exact(self) -> LayerRecord | None:
+    def next_exact(self) -> LayerRecord | None:
         """Return the record that replaces the output of the mixer that is called next; None without one."""
-        if self.right is None:
+        if self.exact is None:
             return None
-        return self.right.layers[len(self.calls)]
+        return self.exact.layers[len(self.calls)]
 
 
+# transformers calls the hooks by name and with its own arguments, so they find the recording here.
 _recording: contextvars.ContextVar[_Recording] = contextvars.ContextVar("recording")
 
 
@@ -101,16 +102,16 @@ class TorchModel:
         past: Past = (),
         embedded: np.ndarray | None = None,
         dtype: torch.dtype = torch.float32,
-        right: Record | None = None,
+        exact: Record | None = None,
     ) -> Record:
         """Run one sequence (int64, 1-D) and record it.
 
         past: for each mixer the keys [num_past, num_kv_heads, head_dim] (as after RoPE) and values of a synthetic cache
         before the sequence, None for one with a state. Each layer's own queries and keys are then scaled so that every
         cache row has some weight. embedded: instead of the embedded tokens, [num_tokens, hidden_size]. dtype: of the
-        model. right: the record whose activations each layer and each mixer continues with.
+        model. exact: the record whose activations each layer and each mixer continues with.
         """
-        recording = _Recording(_caches(past, dtype), right=right)
+        recording = _Recording(_caches(past, dtype), exact=exact)
         entered = dict[int, np.ndarray]()
         ids = torch.from_numpy(np.ascontiguousarray(token_ids))
         if embedded is None:
@@ -121,12 +122,12 @@ class TorchModel:
         cache: dict[str, Any] = {"use_cache": False}
         if recording.past:
             cache = {"past_key_values": TokensBefore(self.model.config, recording.num_past), "use_cache": True}
-        with self._hooked(recording, dtype), _entering(self.model, right, entered):
+        with self._hooked(recording, dtype), _hidden_replaced(self.model, exact, entered):
             # Some classes (Bamba) count new tokens from 0 whatever the cache holds.
             positions = (recording.num_past + torch.arange(len(ids)))[None]
-            output = self.model(**inputs, position_ids=positions, output_hidden_states=right is None, **cache)
+            output = self.model(**inputs, position_ids=positions, output_hidden_states=exact is None, **cache)
         hidden = entered
-        if right is None:
+        if exact is None:
             hidden = {index: _numpy(state[0]) for index, state in enumerate(output.hidden_states)}
         mixed = [call["layer"] for call in recording.calls]
         if mixed != sorted(mixed) or mixed[:1] != [0]:  # layers without a mixer are checked with the graphs
@@ -138,24 +139,22 @@ class TorchModel:
         layers = tuple(LayerRecord(hidden=hidden[call["layer"]], **call) for call in recording.calls)
         return Record(np.asarray(token_ids, np.int64), embedded, layers, _numpy(output.logits[0]), recording.num_past)
 
-    def noisy(self, right: Record, past: Past = ()) -> Record:
-        """Return the record of the model in fp16, each layer on the activations of `right`.
+    def noisy(self, exact: Record, past: Past = ()) -> Record:
+        """Return the record of the model in fp16, each layer on the activations of `exact`.
 
-        right: the record of the same tokens and `past`. Of a model that exceeds fp16's range the errors are those of
+        exact: the record of the same tokens and `past`. Of a model that exceeds fp16's range the errors are those of
         bf16, scaled. Raises InputError where these are not finite either.
         """
         for dtype, rounding in NOISE_DTYPES:
-            rounded_record = self.record(right.token_ids, past, dtype=dtype, right=right)
-            layers = tuple(
-                exact.toward(other, 1 / rounding) for exact, other in zip(right.layers, rounded_record.layers)
+            rounded = self.record(exact.token_ids, past, dtype=dtype, exact=exact)
+            scaled = replace(
+                exact,
+                embedded=interpolate(exact.embedded, rounded.embedded, 1 / rounding),
+                layers=tuple(layer.toward(other, 1 / rounding) for layer, other in zip(exact.layers, rounded.layers)),
+                logits=interpolate(exact.logits, rounded.logits, 1 / rounding),
             )
-            embedded, logits = (
-                interpolate(getattr(right, name), getattr(rounded_record, name), 1 / rounding)
-                for name in ("embedded", "logits")
-            )
-            record = Record(right.token_ids, embedded, layers, logits, right.num_past)
-            if record.is_finite():
-                return record
+            if scaled.is_finite():
+                return scaled
         raise InputError(
             f"model type {self.model.config.model_type!r}: expected finite numbers of its weights rounded to bfloat16, "
             "found NaN or infinity; are these weights whole?"
@@ -199,19 +198,19 @@ class TorchModel:
 
 
 @contextlib.contextmanager
-def _entering(model: Any, right: Record | None, entered: dict[int, np.ndarray]) -> Iterator[None]:
-    """Replace each layer's hidden state by that of `right`; the model's own goes to `entered`."""
-    exact = {}
-    if right is not None:
-        exact = {layer.layer: layer.hidden for layer in right.layers}
+def _hidden_replaced(model: Any, exact: Record | None, entered: dict[int, np.ndarray]) -> Iterator[None]:
+    """Replace each layer's hidden state by that of `exact`; the model's own goes to `entered`."""
+    hidden_states = {}
+    if exact is not None:
+        hidden_states = {layer.layer: layer.hidden for layer in exact.layers}
 
     def before(index: int, args: Sequence[Any], options: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         hidden_in = args[0] if args else options["hidden_states"]
-        if index not in exact:  # without a token mixer
+        if index not in hidden_states:  # without a token mixer
             return args, options
-        hidden = torch.from_numpy(exact[index])[None]
+        hidden = torch.from_numpy(hidden_states[index])[None]
         if hidden.shape != hidden_in.shape:  # several residual streams, of which transformers returns one
-            entered[index] = exact[index]
+            entered[index] = hidden_states[index]
             return args, options
         entered[index] = _numpy(hidden_in[0])
         hidden = hidden.to(hidden_in.dtype)
@@ -247,7 +246,7 @@ def _record_attention(
     """
     recording = _recording.get()
     eager = eager_attention(module)
-    right = recording.exact()
+    exact = recording.next_exact()
     if any(call["layer"] == module.layer_idx and not call["states"] for call in recording.calls):
         raise InputError(
             f"{type(module).__name__}: expected one attention in layer {module.layer_idx}, "
@@ -258,12 +257,12 @@ def _record_attention(
         past_key, past_value = pair
         key = torch.cat([past_key, key], 2)
         value = torch.cat([past_value, value], 2)
-        query, key, scales = _scaled(query, key, past_key.shape[2], options.get("scaling"), right)
+        query, key, scales = _scaled(query, key, past_key.shape[2], options.get("scaling"), exact)
     attention, weights = eager(module, query, key, value, attention_mask, **options)
     recorded = {"keys": _by_token(key), "values": _by_token(value), "attention": _numpy(attention[0].flatten(1))}
     recording.calls.append({"layer": int(module.layer_idx), "states": {}, **recorded, **scales})
-    if right:
-        attention = torch.from_numpy(right.attention).to(attention.dtype).reshape(attention.shape)
+    if exact:
+        attention = torch.from_numpy(exact.attention).to(attention.dtype).reshape(attention.shape)
     return attention, weights
 
 
@@ -273,14 +272,14 @@ def _record_convolution(
     """Compute a causal convolution, and record its windows. hidden_states: [1, size, num_tokens]."""
     recording = _recording.get()
     size, width = weight.shape
-    right = recording.exact()
+    exact = recording.next_exact()
     tokens = hidden_states[0].t()
     rows = torch.cat([tokens.new_zeros(width - 1, size), tokens])
     window = _numpy(rows.unfold(0, width, 1).transpose(1, 2).flatten(1))
-    states = {count: _numpy(rows[None, count : count + width - 1]) for count in places(len(tokens))}
+    states = {count: _numpy(rows[None, count : count + width - 1]) for count in _state_counts(len(tokens))}
     recording.calls.append(_state_call(window, states))
-    if right:
-        hidden_states = torch.from_numpy(right.attention[:, -size:].T)[None].to(hidden_states.dtype)
+    if exact:  # the last column of each window is the token itself
+        hidden_states = torch.from_numpy(exact.attention[:, -size:].T)[None].to(hidden_states.dtype)
     return original(hidden_states, weight, *arguments, **options)
 
 
@@ -305,15 +304,15 @@ def _record_scan(original: Any, *arguments: Any, **options: Any) -> Any:
 
 def _record_recurrence(inputs: Recurrent, output: torch.Tensor) -> torch.Tensor:
     recording = _recording.get()
-    right = recording.exact()
+    exact = recording.next_exact()
     recording.calls.append(_state_call(_numpy(output[0].flatten(1)), _states(inputs)))
-    if right is None:
+    if exact is None:
         return output
-    return torch.from_numpy(right.attention).to(output.dtype).reshape(output.shape)
+    return torch.from_numpy(exact.attention).to(output.dtype).reshape(output.shape)
 
 
 def _states(inputs: Recurrent) -> dict[int, np.ndarray]:
-    """Return the states [1, value_heads, key_dim, value_dim] of a recurrence at `places`, token by token."""
+    """Return the states [1, value_heads, key_dim, value_dim] of a recurrence after `_state_counts` of its tokens."""
     count, heads, size = inputs.value.shape
     group = heads // inputs.key.shape[1]
     keys = inputs.key.repeat_interleave(group, 1)
@@ -325,15 +324,15 @@ def _states(inputs: Recurrent) -> dict[int, np.ndarray]:
             value = (value - (key[:, None] @ state)[:, 0]) * inputs.beta[number - 1, :, None]
         state = state + key[:, :, None] * value[:, None]
         states[number] = _numpy(state[None])
-    return {number: states[number] for number in places(count)}
+    return {number: states[number] for number in _state_counts(count)}
 
 
 def _state_call(output: np.ndarray, states: Mapping[int, np.ndarray]) -> dict[str, Any]:
     return {"layer": current_layer(), "attention": output, "states": states, "keys": _NONE, "values": _NONE}
 
 
-def places(count: int) -> list[int]:
-    """Return after how many of a sequence's tokens its states are recorded."""
+def _state_counts(count: int) -> list[int]:
+    """Return after how many of a sequence's `count` tokens its states are recorded."""
     return sorted({0, count // 2, count - 1, count})
 
 
@@ -345,30 +344,31 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def _scaled(
-    query: torch.Tensor, key: torch.Tensor, num_past: int, scaling: float | None, right: LayerRecord | None
+    query: torch.Tensor, key: torch.Tensor, num_past: int, scaling: float | None, exact: LayerRecord | None
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
     """Scale queries to scores of standard deviation _SCORES, and keys to rms one.
 
     The scores are against standard normal keys; the keys are the new ones. RoPE is linear, so the graphs may scale
     their queries and keys before it. A norm after RoPE (Llama 4) would undo that, so normalised ones are not scaled.
-    right: of a layer that is rounded, the record of the exact one.
+    exact: of a layer that is rounded, the record of the exact one.
     """
     squares = [x.square().mean(-1) for x in (query, key[:, :, num_past:])]
     query_rms, key_rms = (max(float(square.mean().sqrt()), 1e-6) for square in squares)
     if scaling is None:  # as in transformers
         scaling = query.shape[-1] ** -0.5
-    by_query = _SCORES / (abs(scaling) * query.shape[-1] ** 0.5 * query_rms)
-    by_key = 1 / key_rms
+    query_scale = _SCORES / (abs(scaling) * query.shape[-1] ** 0.5 * query_rms)
+    key_scale = 1 / key_rms
     if all(bool(((square - 1).abs() < 0.01).all()) for square in squares):
-        by_query = by_key = 1.0
-    if right:
-        by_query = right.query_scale
-        by_key = right.key_scale
-    key = torch.cat([key[:, :, :num_past], key[:, :, num_past:] * by_key], 2)
-    return query * by_query, key, {"query_scale": by_query, "key_scale": by_key}
+        query_scale = 1.0
+        key_scale = 1.0
+    if exact:  # both sides of the noise must have the same factors
+        query_scale = exact.query_scale
+        key_scale = exact.key_scale
+    key = torch.cat([key[:, :, :num_past], key[:, :, num_past:] * key_scale], 2)
+    return query * query_scale, key, {"query_scale": query_scale, "key_scale": key_scale}
 
 
-def _caches(past: Past, dtype: torch.dtype = torch.float32) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+def _caches(past: Past, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
     pairs: list[tuple[torch.Tensor, torch.Tensor] | None] = []
     for pair in past:
         if pair is None:
