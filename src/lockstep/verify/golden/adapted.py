@@ -80,14 +80,14 @@ class _Check(GoldenCheck):
             self.compare_runs(prompt, "with adapters in other slots", *pair)[1]
             for prompt, *pair in zip(self.prompts, free, backwards)
         ]
-        for i, batch_part in self._in_every_slot():
-            count = len(batch_part.tokens)
-            batch = Decoded(free[i].logits[:count], free[i].tokens[:count])
-            self.compare_runs(self.prompts[i], "with an adapter in every slot", batch, batch_part)
+        answers = [(i, "with an adapter in every slot", answer) for i, answer in self._in_every_slot()]
         for name in self.names():
             i = self._shortest(name)
-            batch = Decoded(free[i].logits[:_NUM_TOKENS], free[i].tokens[:_NUM_TOKENS])
-            self.compare_runs(self.prompts[i], "loaded under the name of another", batch, self._renamed(name, i))
+            answers.append((i, "loaded under the name of another", self._renamed(name, i)))
+        for i, how, answer in answers:
+            count = len(answer.tokens)
+            batch = Decoded(free[i].logits[:count], free[i].tokens[:count])
+            self.compare_runs(self.prompts[i], how, batch, answer)
         return errors
 
     def names(self) -> list[str]:
@@ -109,20 +109,21 @@ class _Check(GoldenCheck):
         adapters = self.model.adapters
         assert adapters is not None  # `open` refuses a model without
         names = self.names()
-        without = [i for i, prompt in enumerate(self.prompts) if not prompt.adapter]
-        without = sorted(without, key=lambda i: len(self.prompts[i].prompt_ids))[:1]
-        places = range(adapters.residency.num_places)
+        plain: list[tuple[int, str | None]] = []
+        if any(not prompt.adapter for prompt in self.prompts):
+            plain = [(self._shortest(""), None)]
+        slots = range(adapters.residency.num_places)
         # Any two slots differ in a bit of their numbers, so they hold different adapters in the rounds of that bit.
-        bits = range(max(1, (len(places) - 1).bit_length()))
-        rounds = list(itertools.product(bits, (1, 0)))
-        for number, (bit, value) in enumerate(rounds):
+        bits = range(max(1, (len(slots) - 1).bit_length()))
+        for number, (bit, value) in enumerate(itertools.product(bits, (1, 0))):
             name = names[number % len(names)]
             adapter = adapters.loaded[name]
-            other = _negated(adapter)
-            chosen = [place for place in places if place >> bit & 1 == value]
-            loaded = [replace(other, name=f"{name} in slot {place}") for place in places]
-            for place in chosen:
-                loaded[place] = replace(adapter, name=loaded[place].name)
+            negated = _negated(adapter)
+            right_slots = [slot for slot in slots if slot >> bit & 1 == value]
+            loaded = [replace(negated, name=f"{name} in slot {slot}") for slot in slots]
+            for slot in right_slots:
+                loaded[slot] = replace(adapter, name=loaded[slot].name)
+            # Slots are taken in ascending order once all are empty.
             for resident in adapters.residency.resident:
                 adapters.residency.drop(resident)
             for adapted in loaded:
@@ -130,10 +131,9 @@ class _Check(GoldenCheck):
                 adapters.residency.claim(0, adapted.name)
             adapters.residency.release(0)
             adapters.load()
-            pairs = [(self._shortest(name), loaded[place].name) for place in chosen]
             mixed: list[tuple[int, str | None]] = []
-            for with_adapter in pairs:
-                mixed += [*((i, None) for i in without), with_adapter]
+            for slot in right_slots:
+                mixed += [*plain, (self._shortest(name), loaded[slot].name)]
             requests = []
             for i, loaded_name in mixed:
                 requests.append(replace(self.free_running(self.prompts[i], _NUM_TOKENS), adapter=loaded_name))

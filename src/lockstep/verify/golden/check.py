@@ -85,11 +85,13 @@ def check_engines(
 
 
 class GoldenCheck(DecodingCheck):
+    """The golden check of one engine set. It may `run` twice: see `follow_choices`."""
+
     _routes: Routes | None = None  # of a model with a router
     _not_followed = ""  # why such a model has none
 
     def judge_choices(self) -> None:
-        """Compare the blocks with a router with their graphs, in the prompts' batch."""
+        """Compare the blocks that have a router with their graphs, in the prompts' batch."""
         if not self._has_choices():
             return
         # Most models have no router, and the toolkit of graphs takes a fifth of this check to import.
@@ -130,9 +132,10 @@ class GoldenCheck(DecodingCheck):
 
     def run(self) -> tuple[GoldenReport, SpeedReport]:
         if tuple(sorted(self.model.eos_token_ids)) != self.reference.eos_token_ids:
-            expected = list(self.reference.eos_token_ids)
-            end_ids = list(self.model.eos_token_ids)
-            self.failures.append(f"end-of-sequence tokens: expected {expected} as in transformers, found {end_ids}")
+            self.failures.append(
+                f"end-of-sequence tokens: expected {list(self.reference.eos_token_ids)} as in transformers, found "
+                f"{list(self.model.eos_token_ids)}"
+            )
         if self._routes is None:
             self.judge_choices()
         free, _ = self.decode([self.free_running(prompt) for prompt in self.prompts])
@@ -218,15 +221,15 @@ class GoldenCheck(DecodingCheck):
         prompt = long.prompt
         logits = long.logits
         count = len(prompt.prompt_ids)
-        answer = tuple(range(len(prompt.prompt_ids) + 1, prompt.total + 1))
-        full = min(self.model.max_batch_size, self.max_num_tokens // count + 2)
-        requests = [prompt.forced((count, *answer), logits)] * full
+        answer = tuple(range(count + 1, prompt.total + 1))
+        num_requests = min(self.model.max_batch_size, self.max_num_tokens // count + 2)  # more than fit into one step
+        whole = [prompt.forced((count, *answer), logits)] * num_requests
         single = [prompt.forced(ends, logits) for ends in chunks_to_edges(long.edges)]
         decoded = set[int](answer).union(*(request.decoded() for request in single))
         drawn = drawn_positions(count, decoded, self.model.engines.digest())
         unknown = frozenset(drawn).difference(logits)
         cut = replace(prompt.forced((*sorted({*long.edges, *drawn}), *answer), logits), keep=unknown)
-        worst = [self._forced(prompt, "in one piece", requests), self._forced(prompt, "in pieces", [cut])]
+        worst = [self._forced(prompt, "in one piece", whole), self._forced(prompt, "in pieces", [cut])]
         if drawn:  # where the reference has no logits, those after a chunk that ends there are the expected ones
             ends = sorted({*drawn, *(position - 1 for position in drawn)})
             single.append(prompt.forced(ends, {**cut.kept_logits, **logits}))
@@ -256,10 +259,8 @@ class GoldenCheck(DecodingCheck):
         owners = []
         if self.long:
             prompt = self.long.prompt
-            logits = self.long.logits
-            requests.append(
-                prompt.forced((*self.long.edges, *range(len(prompt.prompt_ids) + 1, prompt.total + 1)), logits)
-            )
+            answer = range(len(prompt.prompt_ids) + 1, prompt.total + 1)
+            requests.append(prompt.forced((*self.long.edges, *answer), self.long.logits))
             owners.append(prompt)
         for number in range(self.model.max_batch_size + len(self.prompts)):
             prompt = self.prompts[number % len(self.prompts)]
@@ -290,7 +291,7 @@ class GoldenCheck(DecodingCheck):
             self.fail(prompt, f"prompt ids: expected {list(prompt.prompt_ids)} as in transformers, found {prompt_ids}")
         differences = self.first_difference(prompt, "decoding freely", prompt, free)
         worst = self.logit_error(prompt, "along the reference's tokens", forced)
-        lone, drift = self.compare_runs(prompt, "alone", free, alone)
+        alone_differences, alone_error = self.compare_runs(prompt, "alone", free, alone)
         return GoldenPrompt(
             text=prompt.text,
             tokens=tuple(tokens),
@@ -304,9 +305,9 @@ class GoldenCheck(DecodingCheck):
             tolerance=prompt.bounds.largest,
             passed=False,
             max_logit_error=worst,
-            alone_equal=not lone,
-            alone_differences=lone,
-            alone_max_logit_difference=drift,
+            alone_equal=not alone_differences,
+            alone_differences=alone_differences,
+            alone_max_logit_difference=alone_error,
             generate_equal=True,
             generate_differences=(),
             mixed_max_logit_error=None,

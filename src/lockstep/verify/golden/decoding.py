@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class DecodingCheck:
-    """One run of a check. failures: lines. wrong: the ids of the prompts that they are of."""
+    """One run of a check. failures: lines. wrong: `id` of each prompt that one of them is of."""
 
     def __init__(
         self,
@@ -159,8 +159,10 @@ class DecodingCheck:
 
     def force(self, requests: Sequence[Forced], pauses: bool = False) -> list[Errors]:
         """Run teacher-forced requests, and compare their logits with those of `_followed`, or the reference's."""
+        follow = None
+        if self.routes:
+            follow = self.routes.forced
         with self._observed():
-            follow = self.routes.forced if self.routes else None
             errors = force(self.model, requests, self.max_num_tokens, pauses, follow)
         for of_request in errors:
             keep_largest(self.positions, of_request.positions)
@@ -183,11 +185,10 @@ class DecodingCheck:
             self.failures.append(f"generating: {error}")
         for request, answer in zip(requests, generated):
             answer.expected = self._followed(request, answer.tokens)
-        how = "as lockstep generate decodes"
-        return [
-            self.first_difference(prompt, how, right, answer)
-            for prompt, right, answer in zip(prompts, expected, generated)
-        ]
+        differences = []
+        for prompt, right, answer in zip(prompts, expected, generated):
+            differences.append(self.first_difference(prompt, "as lockstep generate decodes", right, answer))
+        return differences
 
     def logit_error(
         self, prompt: Prompt, how: str, decoded: Decoded, other_logits: Sequence[np.ndarray] | None = None

@@ -133,15 +133,15 @@ def chunks_to_edges(edges: Sequence[int]) -> Iterator[tuple[int, ...]]:
         yield tuple(range(max(before, edge - PAGE, 1), edge + 1))
 
 
-def drawn_positions(count: int, but: Collection[int], digest: str) -> list[int]:
-    """Return lengths from 2 to `count` drawn by a digest, ascending, none of them next to another or to one of `but`.
+def drawn_positions(count: int, excluded: Collection[int], digest: str) -> list[int]:
+    """Return lengths from 2 to `count` drawn by a digest, ascending, none right after another or an excluded one.
 
     A new build has another digest, so over many builds all positions are checked.
     """
-    positions = sorted(set(range(2, count + 1)).difference(but))
+    positions = sorted(set(range(2, count + 1)).difference(excluded))
     random = np.random.default_rng(int(digest[:16], 16))
     drawn = set(random.permutation(positions)[:_DRAWN].tolist())
-    return sorted(position for position in drawn if position - 1 not in drawn and position - 1 not in but)
+    return sorted(position for position in drawn if position - 1 not in drawn and position - 1 not in excluded)
 
 
 def force(
@@ -195,7 +195,7 @@ def force(
 
 
 def _advances(slots: Mapping[int, _Running], room: int, random: np.random.Generator | None) -> Iterator[Advance]:
-    """Yield the next chunks of requests, while there is room; at least one. random: draws pauses and an order."""
+    """Yield the next chunks of requests, at least one, of `room` tokens together. random: draws pauses and an order."""
     chosen = [slot for slot in sorted(slots) if random is None or random.random() >= _PAUSE] or [min(slots)]
     if random is not None:
         random.shuffle(chosen)

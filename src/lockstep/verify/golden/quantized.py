@@ -16,7 +16,6 @@ from lockstep.weights.groups import unpack
 from lockstep.weights.source import Source
 
 _TINY = float(np.finfo(np.float32).tiny)
-_WITHIN = {False: "within half a step of", True: "equal to"}  # {whether exact: words}
 
 
 def weights_error(source: Source, weights: Weights) -> float:
@@ -34,15 +33,16 @@ def weights_error(source: Source, weights: Weights) -> float:
     for name in quantized_names(dict.fromkeys(weights.names())):
         error, allowed = _steps(source, weights, name)
         # Quantised already in the checkpoint: there is nothing to round.
-        exact = source.stays_packed(name) or (weights.group_size == ROW and source.keeps_codes(name))
-        if exact:
+        if source.stays_packed(name) or (weights.group_size == ROW and source.keeps_codes(name)):
+            expected = "equal to"
             wrong = np.argwhere(error != 0)
         else:
+            expected = "within half a step of"
             wrong = np.argwhere(~(error <= allowed + STEP))
         if len(wrong):
             first = tuple(map(int, wrong[0]))
             raise CheckError(
-                f"{weights.manifest_path}: tensor {name!r}: expected numbers {_WITHIN[exact]} the checkpoint's, "
+                f"{weights.manifest_path}: tensor {name!r}: expected numbers {expected} the checkpoint's, "
                 f"found {len(wrong)} that are not, the first at {list(first)}, off by {error[first]:.3g} "
                 f"steps; convert the checkpoint again"
             )
@@ -63,13 +63,14 @@ def _steps(source: Source, weights: Weights, name: str) -> tuple[np.ndarray, np.
     error = np.abs(weights.dequantize(name) - exact)
     if group_size == ROW:
         step = e4m3.steps(data.view(np.uint8)) * scales[:, None]
-        last = np.zeros((), bool)
-        none = 448 * _TINY
+        is_last = np.zeros((), bool)
+        zero = 448 * _TINY
     else:
         step = np.repeat(np.abs(scales), group_size, axis=1)
-        none = _TINY
+        zero = _TINY
         bits = 8 * data.shape[-1] // group_size
-        last = unpack(data, group_size).reshape(place.shape) == 2**bits - 1
+        # Integers are around a zero point in the middle: on the positive side there is one less.
+        is_last = unpack(data, group_size).reshape(place.shape) == 2**bits - 1
     # A step of zero is that of a group or row of (nearly) zeros.
-    in_steps = np.divide(error, step, out=np.where(error > none, np.inf, 0.0), where=step > 0)
-    return in_steps, np.where(last, 1.0, 0.5)
+    in_steps = np.divide(error, step, out=np.where(error > zero, np.inf, 0.0), where=step > 0)
+    return in_steps, np.where(is_last, 1.0, 0.5)

@@ -50,9 +50,9 @@ from lockstep.weights import Weights
 from lockstep.weights.adapters import LoadedAdapter, open_adapters
 from lockstep.weights.source import open_source
 
-# Of the long prompt's logits that are stored besides those at edges: rows, and bytes (a row of 128k tokens has 0.5 MB).
-_MOST_ROWS = 256
-_MOST_BYTES = 1 << 25
+# The long prompt's logits that are stored besides those at edges: rows, and bytes (a row of 128k tokens has 0.5 MB).
+_MAX_ROWS = 256
+_MAX_BYTES = 1 << 25
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,11 @@ def make_reference(
     if weights_json:
         weights = Weights.open(weights_json)
     adapters = open_adapters(adapters_json) if adapters_json else {}
+    # Not with adapters: the reference without them has measured it.
     has_drift = (weights is not None or golden.kv_cache_dtype is not None) and not golden.adapted
-    off = 0.0
+    max_weight_error = 0.0
     if weights and has_drift:
-        off = weights_error(open_source(checkpoint_json), weights)
+        max_weight_error = weights_error(open_source(checkpoint_json), weights)
     if weights:
         model = load_dequantized(config, weights, layers)
     else:
@@ -111,7 +112,7 @@ def make_reference(
     if has_drift:
         rows = cast(torch.Tensor, model.get_input_embeddings().weight).shape[0]
         text = tokens_of(tokenizer, drift_text or " ".join(golden.prompts), rows)
-        rounded, count = perplexity(model, text)
+        quantized_perplexity, num_predicted = perplexity(model, text)
         if hook:
             hook.remove()
         if weights:
@@ -124,14 +125,14 @@ def make_reference(
             precision=weights.precision if weights else "fp32",
             group_size=(weights and weights.group_size) or 0,
             kv_cache_dtype=golden.kv_cache_dtype,
-            max_weight_error=off,
+            max_weight_error=max_weight_error,
             max_logit_error=max_abs_error(exact, logits),
             rms_logit_error=_rms(logits - exact),
             rms_logit=_rms(exact),
             tokens=len(exact),
             tokens_differing=int((logits.argmax(-1) != exact.argmax(-1)).sum()),
-            perplexity_tokens=count,
-            perplexity=rounded,
+            perplexity_tokens=num_predicted,
+            perplexity=quantized_perplexity,
             full_perplexity=perplexity(model, text)[0],
         ).save(drift_file)
     drift = None
@@ -217,13 +218,13 @@ def _long(
     )
     near = both_sides(count + golden.max_new_tokens, config_lengths(config))
     edges = sorted({*(length for length in near if length < count), count})
-    rows = min(count, _MOST_ROWS, max(1, _MOST_BYTES // (4 * vocab_size)))
+    rows = min(count, _MAX_ROWS, max(1, _MAX_BYTES // (4 * vocab_size)))
     counts = sorted({*edges, *(count * (row + 1) // rows for row in range(rows))})
     tokens, logits, edge_logits, noise = follow(model, prompt_ids, counts, golden.max_new_tokens, ())
     arrays = {
         "long.prompt": np.stack([edge_logits[length] for length in counts]),
         "long.logits": logits,
-        # The last row of the prompt's is the first of the answer's.
+        # The row after the whole prompt is stored with both.
         "long.noise": np.concatenate([noise[: len(counts)], noise[len(counts) - 1 :]]),
     }
     return LongPrompt(prompt_ids, tuple(edges), tuple(counts), tokens), arrays
