@@ -22,13 +22,13 @@ from safetensors.numpy import save_file
 
 import lockstep
 from benchmarks import options
-from benchmarks.decode import prepare
+from benchmarks.engine_sets import make_engines
 from benchmarks.measure import THREADS_VARIABLE, deliver, in_turn, read_json, spread, surroundings, thread_count
 from benchmarks.shapes import checkpoint
 from lockstep import Advance, Model, ModelOptions, Results
 
 OPTIONS = (
-    options.Option("--shape", "A shape, which gets random weights.", "llama-1024x8"), options.BATCHES,
+    options.option("--shape", "A shape, which gets random weights.", "llama-1024x8"), options.BATCHES,
     options.number("--rank", 16, "Of each adapter.", maximum=128),
     options.number("--adapters", 4, "Resident together.", maximum=64),
     options.THREADS, options.CPU_TIME, options.rounds(), options.WRITE,
@@ -69,7 +69,7 @@ def run(
         work = Path(folder)
         source = checkpoint(shape, work)
         room = {"max_adapters": adapters, "max_lora_rank": next(r for r in (8, 16, 32, 64, 128) if r >= rank)}
-        plain = prepare(source, "fp32", work / "plain")
+        plain = make_engines(source, "fp32", work / "plain")
         taking = _prepare(plain, source.name, work, room)
         names = [f"a{number}" for number in range(adapters)]
         nbytes = _make_adapters(work, source.name, plain, taking, names, rank)

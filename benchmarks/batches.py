@@ -49,16 +49,16 @@ SAMPLED = Sampling(0.8, top_p=0.95)
 PROCESSED = Sampling(0.8, top_p=0.95, repetition_penalty=1.1, logprobs=5)
 SAMPLED_BATCHES = (1, 16, 64, 256)
 OPTIONS = (
-    options.Option("--shape", "A shape that comes with the benchmark, or a config.json.", "llama-2-7b"),
+    options.option("--shape", "A shape that comes with the benchmark, or a config.json.", "llama-2-7b"),
     options.choice("--precision", "fp16", "bf16", "w8a16", "w4a16", "w8a8-fp8", help="Integers in groups of 128."),
     options.choice("--kv-cache-dtype", "fp16", "fp8", help="Of the backend cuda."),
     options.path("--vllm", "A record of vLLM on the same machine, to compare with.", metavar="FILE", exists=True),
-    options.Option("--layers", "The first layers of the shape alone.", None, int, minimum=1),
-    options.Option(
+    options.option("--layers", "The first layers of the shape alone.", None, int, minimum=1),
+    options.option(
         "--part", "The measurements; may be given several times.", PARTS, name="parts", many=True, choices=PARTS
     ),
     options.number("--tensor-parallel", 1, "Ranks, one on each GPU; also times sums over them.", maximum=16),
-    options.Option("--alike", "All layers take the first one's weights, which lie on disk once.", False, bool),
+    options.option("--alike", "All layers take the first one's weights, which lie on disk once.", False, bool),
     *options.ON_A_GPU,
 )  # fmt: skip
 

@@ -30,8 +30,8 @@ REQUESTS = 200  # of 300, the others are for company
 DRAWS = 5_000
 POWER_DRAWS = 500
 OPTIONS = (
-    options.Option("--model", "The folder of a model in results, with reference and hypotheses.", "results/demo-llama"),
-    options.Option("--endpoint", "NAME=URL=MODEL of an endpoint as published.", (), many=True),
+    options.option("--model", "The folder of a model in results, with reference and hypotheses.", "results/demo-llama"),
+    options.option("--endpoint", "NAME=URL=MODEL of an endpoint as published.", (), many=True),
     options.number("--draws", DRAWS, "Resamplings for false alarms.", maximum=1_000_000),
     options.WRITE,
 )

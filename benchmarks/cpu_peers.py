@@ -61,12 +61,12 @@ CONTESTANTS = {
     "llama.cpp Q4_0": Contestant("llama_cpp_steps.py", "Q4_0", 4, "llama-cpp.txt"),
 }
 OPTIONS = (
-    options.Option("--model", "A checkpoint, or a shape.", "llama-1.1b", metavar="FOLDER|SHAPE"),
-    options.Option(
+    options.option("--model", "A checkpoint, or a shape.", "llama-1.1b", metavar="FOLDER|SHAPE"),
+    options.option(
         "--set", "A setting of the shape's config, such as num_hidden_layers=2; may be given several times.",
         name="settings", many=True, metavar="NAME=JSON", parse=options.named_json,
     ),
-    options.Option(
+    options.option(
         "--contestant", "All by default.", tuple(CONTESTANTS), name="contestants", many=True, choices=tuple(CONTESTANTS)
     ),
     options.number("--batch", (), "Requests at once in timed steps.  [default: 1 and 8]", name="batches", many=True),

@@ -24,7 +24,7 @@ from lockstep import CheckError
 
 OPTIONS = (
     options.SHAPES, options.PRECISION, options.rounds(), options.WRITE,
-    options.Option("--build", "Build engines of this backend too, such as cuda.", metavar="BACKEND"),
+    options.option("--build", "Build engines of this backend too, such as cuda.", metavar="BACKEND"),
 )  # fmt: skip
 PACKAGES = ("onnx", "onnx-ir", "onnxscript", "torch", "transformers")
 

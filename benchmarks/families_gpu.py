@@ -29,12 +29,12 @@ from lockstep.artifacts.files import sha256_json
 from lockstep.provenance.code_identity import code_digests
 
 OPTIONS = (
-    options.Option("names", metavar="[FAMILY]...", many=True),
+    options.option("names", metavar="[FAMILY]...", many=True),
     options.choice("--backend", *GPU_BACKENDS),
-    options.Option("--precisions", "With commas between them.", "fp16"),
+    options.option("--precisions", "With commas between them.", "fp16"),
     options.number("--jobs", 1, "Families tried at a time."),
     options.number("--seconds", 36000, "No family is tried for longer than until then."),
-    options.Option("--published-widths", "As wide as published, with few layers and tokens.", False, bool),
+    options.option("--published-widths", "As wide as published, with few layers and tokens.", False, bool),
     options.WRITE,
 )  # fmt: skip
 

@@ -19,7 +19,7 @@ from lockstep.runtime.grammar import Grammar
 from lockstep.runtime.grammar.compiler import Compiler
 
 OPTIONS = (
-    options.Option("--target", "A target of a finished run, with its backend.", required=True),
+    options.option("--target", "A target of a finished run, with its backend.", required=True),
     options.RESULTS, options.number("--schemas", 24, "Schemas that are compiled."),
     options.number("--kilobytes", 119, "Size of a schema, in KiB."), options.WRITE,
 )  # fmt: skip

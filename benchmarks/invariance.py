@@ -37,12 +37,12 @@ EDGES = (1, 16, 32, 64, 128, 192, 256, 320, 448, 512, 640, 1024, 1536)  # and on
 NEW = 32  # tokens of an answer
 MODELS = ("smollm2/fp16", "gemma-3-270m/bf16", "llama-3.1-8b/fp16", "qwen3-30b-a3b/fp16")
 OPTIONS = (
-    options.Option("models", many=True, metavar="[MODEL/PRECISION]..."),
+    options.option("models", many=True, metavar="[MODEL/PRECISION]..."),
     options.number("--positions", 250_000, "Positions of each model to compare.", maximum=10_000_000),
     options.number("--seconds", 36_000, "No schedule begins later; the same command goes on there."),
     options.number("--layers", None, "The first layers of a shape alone.", maximum=200),
     options.number("--tensor-parallel", 1, "Ranks of a shape, one on each GPU.", maximum=16),
-    options.Option("--alike", "All layers of a shape take the first one's weights.", False, bool),
+    options.option("--alike", "All layers of a shape take the first one's weights.", False, bool),
     options.RESULTS,
     options.choice("--backend", "cuda", "tensorrt", "onnxruntime", "openvino"),
     *options.ON_A_GPU[1:-1],

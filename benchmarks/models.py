@@ -33,7 +33,7 @@ from lockstep.provenance.code_identity import code_digests
 from lockstep.tolerances import EXPORT
 
 OPTIONS = (
-    options.Option("names", metavar="[FAMILY]...", many=True),
+    options.option("names", metavar="[FAMILY]...", many=True),
     options.number("--jobs", 1, "Models tried at a time."), options.WRITE,
 )  # fmt: skip
 GPU_BACKENDS = ("cuda", "tensorrt")

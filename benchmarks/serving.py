@@ -38,7 +38,7 @@ from lockstep import Assembly, Engine, InputError, Model, ModelOptions, Request
 OPTIONS = (
     options.MODELS, options.number("--streams", 4, "Requests at a time."),
     options.number("--threads", None, "CPU threads of the engine.  [default: one core is left]"),
-    options.Option("--precision", "Of the engines.", "fp32"), options.path("--work", "Keeps models and engines."),
+    options.option("--precision", "Of the engines.", "fp32"), options.path("--work", "Keeps models and engines."),
     options.rounds(), options.WRITE,
 )  # fmt: skip
 PACKAGES = ("numpy", "starlette", "uvicorn", "uvloop")
@@ -96,9 +96,9 @@ class Place:
 
 def model(name: str, precision: str, work: Path, batch: int, threads: int) -> Place:
     """Make a checkpoint folder or a shape into an ONNX Runtime engine set in `work`. A shape gets random weights."""
-    from benchmarks.decode import prepare
+    from benchmarks.engine_sets import make_engines
 
-    paths = prepare(checkpoint(name, work), precision, work / "results")
+    paths = make_engines(checkpoint(name, work), precision, work / "results")
     limits = {"max_batch_size": batch, "max_seq_len": 512, "max_num_tokens": 512, "max_input_len": 512}
     engines, assembly, weights = (str(paths[key].resolve()) for key in ("engines", "assembly", "weights"))
     return Place(engines, assembly, weights, limits, threads)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import batches, cold, options
@@ -11,13 +10,15 @@ from benchmarks.measure import recorder
 from benchmarks.serving import Place, run
 
 OPTIONS = (
-    replace(options.WORK, help="The scratch folder of `batches`, with its engines and weights.", exists=True),
+    options.path(
+        "--work", "The scratch folder of `batches`, with its engines and weights.", required=True, exists=True
+    ),
     options.BACKEND,
     options.number("--kv-bytes", None, "Memory for the KV cache, where others need some too."),
-    options.Option(
+    options.option(
         "--beside", "A server that gets the same requests, such as vLLM's.", many=True, metavar="NAME=URL"
     ),
-    options.Option("--rate", "Requests/s.", ("8", "24", "inf"), name="rates", many=True),
+    options.option("--rate", "Requests/s.", ("8", "24", "inf"), name="rates", many=True),
     options.number("--requests", 200), options.rounds(),
 )  # fmt: skip
 

@@ -33,11 +33,11 @@ from benchmarks.soak_requests import CANCELLED, FAILED, KINDS, Outcome, request,
 from lockstep import CheckError, InputError
 
 OPTIONS = (
-    options.Option("--target", "A target of a finished run, such as demo-llama/fp32/all.", required=True),
-    options.RESULTS, options.Option("--minutes", default=10, kind=float, minimum=0.1),
+    options.option("--target", "A target of a finished run, such as demo-llama/fp32/all.", required=True),
+    options.RESULTS, options.option("--minutes", default=10, kind=float, minimum=0.1),
     options.number("--seed", 0, minimum=0),
-    options.Option("--kills", "Kill the engine once a minute.", False, bool),
-    options.Option("--kv-bytes", "The server's, so small that all of it is used.", "16M"), options.WRITE,
+    options.option("--kills", "Kill the engine once a minute.", False, bool),
+    options.option("--kv-bytes", "The server's, so small that all of it is used.", "16M"), options.WRITE,
 )  # fmt: skip
 STARTS = 120.0  # seconds until a server must be ready
 IDLE = 30.0  # seconds until it must be idle once nobody asks

@@ -21,8 +21,8 @@ from lockstep import Advance, CheckError, Engine, Model, ModelDrafter, NgramDraf
 from lockstep.runtime.speculative import parse
 
 OPTIONS = (
-    options.Option("--target", "A target of a finished run.", name="targets", many=True, required=True),
-    options.Option("--speculative", "Drafts, as for `lockstep serve`.", "ngram:4"),
+    options.option("--target", "A target of a finished run.", name="targets", many=True, required=True),
+    options.option("--speculative", "Drafts, as for `lockstep serve`.", "ngram:4"),
     options.number("--new", 128, "New tokens of an answer."),
     options.THREADS, options.RESULTS, options.rounds(), options.WRITE,
 )  # fmt: skip

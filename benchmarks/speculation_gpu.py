@@ -29,7 +29,7 @@ DRAFT_TOKENS = 4
 REQUESTS = (1, 4, 16)
 RIGHT = (0.0, 0.6, 0.8, 1.0)
 OPTIONS = (
-    options.Option("--shape", "A shape that comes with the benchmark, or a config.json.", "llama-3.1-8b"),
+    options.option("--shape", "A shape that comes with the benchmark, or a config.json.", "llama-3.1-8b"),
     options.number("--layers", None, "Layers of the shape; by default all.", maximum=200),
     *options.ON_A_GPU,
 )  # fmt: skip

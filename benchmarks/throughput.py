@@ -11,7 +11,6 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import numpy as np
 
 import lockstep
 from benchmarks import options
-from benchmarks.decode import prepare
+from benchmarks.engine_sets import make_engines
 from benchmarks.measure import deliver, in_turn, ratios, read_json, spread, surroundings
 from benchmarks.shapes import checkpoint
 from lockstep import Advance, Assembly, Engine, Model, ModelOptions, Request, Results, Sampling
@@ -27,10 +26,13 @@ from lockstep.runtime.scheduler import Scheduled, Scheduler, SchedulerOptions
 from lockstep.step.pages import PagePool, PageTables
 
 OPTIONS = (
-    options.Option(
+    options.option(
         "--target", "A target of a finished run, with its limits; instead of models.", name="targets", many=True
     ),
-    replace(options.MODELS, default=(), help="As for decode.  [default: as there]"),
+    options.option(
+        "--model", f"{options.MODEL_HELP}  [default: {', '.join(options.DEFAULT_MODELS)}]", (),
+        name="models", many=True, metavar="FOLDER|SHAPE",
+    ),
     options.number("--requests", 64),
     options.number("--batch", 16, "Of models: requests in flight together."),
     options.number("--mean-prompt", 128, "Tokens of a prompt."),
@@ -51,7 +53,7 @@ def main(models: Sequence[str], targets: Sequence[str], write: Path | None, **se
     And reused prefixes, sampling, and the scheduler alone.
     """
     if not models and not targets:
-        models = options.MODELS.default
+        models = options.DEFAULT_MODELS
     deliver(run(models, targets, **settings), write)
 
 
@@ -81,7 +83,7 @@ def run(
     for name in models:
         with tempfile.TemporaryDirectory() as work:
             folder = checkpoint(name, Path(work))
-            paths = prepare(folder, precision, Path(work) / "results")
+            paths = make_engines(folder, precision, Path(work) / "results")
             allowed = Assembly.load(paths["assembly"]).max_position_embeddings
             length = max(prefix + 2 * _TAIL, 4 * (mean_prompt + mean_new))
             if allowed is not None:

@@ -10,34 +10,37 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.cpu_contestants.side import Start, main
-from benchmarks.decode import decoding, prepare
-from lockstep import Results
+from benchmarks.engine_sets import make_engines
+from lockstep import Advance, Model, ModelOptions, Results
 
 _BACKEND = "onnxruntime"
 _GROUP = 32
 
 
 def make(job: dict) -> None:
-    prepare(Path(job["checkpoint"]), job["precision"], Path(job["out"]), _GROUP, _BACKEND, job["head_bits"])
+    make_engines(Path(job["checkpoint"]), job["precision"], Path(job["out"]), _GROUP, head_bits=job["head_bits"])
 
 
 def opened(job: dict) -> Start:
     results = Results(Path(job["out"]))
     name = Path(job["checkpoint"]).name
     precision = job["precision"]
-    paths = {
-        "weights": results.weights(name, precision),
-        "assembly": results.assembly(name, precision),
-        "engines": results.engines(name, precision, _BACKEND),
-    }
-    begin = decoding(paths, job["batch"], job["capacity"], job["threads"])
+    model = Model.open(
+        results.engines(name, precision, _BACKEND),
+        results.assembly(name, precision),
+        results.weights(name, precision),
+        options=ModelOptions(max_batch_size=job["batch"], max_seq_len=job["capacity"], threads=job["threads"]),
+    )
 
     def start(prompts: np.ndarray):
-        take, logits = begin(prompts)
-        state = {"logits": logits}
+        length = prompts.shape[1]
+        logits = model.step([Advance(slot, prompt, 0) for slot, prompt in enumerate(prompts)])
 
         def step() -> None:
-            state["logits"] = take(state["logits"].argmax(-1))
+            nonlocal length, logits
+            tokens = logits.argmax(-1)
+            logits = model.step([Advance(slot, [token], length) for slot, token in enumerate(tokens)])
+            length += 1
 
         return step
 

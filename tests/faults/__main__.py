@@ -17,16 +17,16 @@ from faults.models import MODELS
 from lockstep.errors import guard
 
 OPTIONS = (
-    options.Option(
+    options.option(
         "--backend", "onnxruntime and openvino, or another one alone; may be given several times.", HOST,
         name="backends", many=True, choices=(*HOST, "tensorrt"),
     ),
-    options.Option("--only", "A fault of records/faults.md; may be given several times.  [default: all]", many=True),
-    options.Option(
+    options.option("--only", "A fault of records/faults.md; may be given several times.  [default: all]", many=True),
+    options.option(
         "--model", "Faults of this model alone; may be given several times.", name="models", many=True,
         choices=tuple(MODELS),
     ),
-    options.Option("--precision", "", ALL, name="precisions", many=True, choices=ALL),
+    options.option("--precision", "", ALL, name="precisions", many=True, choices=ALL),
     options.number(
         "--draw", 0, "Plant a fault in so many of its pairs of precision and backend, which its name draws; 0: in all.",
         minimum=0,
@@ -35,7 +35,7 @@ OPTIONS = (
     options.number("--seed", 0, "Of --sample.", minimum=0),
     options.number("--jobs", 1, "Faults tried at a time."),
     options.BUILD_OPTIONS,
-    options.Option(
+    options.option(
         "--loosen", "Multiplies the tolerances of the gates, to see how much room they have.", 1.0, float, minimum=1
     ),
     options.path("--work", "Scratch folder.  [default: the system's]", exists=True),

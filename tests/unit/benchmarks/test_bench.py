@@ -25,7 +25,7 @@ SHAPE = {
 }
 
 
-@pytest.mark.parametrize("command", ["gpu", "batches", "ranks"])
+@pytest.mark.parametrize("command", ["gpu", "batches"])
 @pytest.mark.parametrize("backend", ["cuda", "tensorrt"])
 def test_what_a_backend_lacks_here_is_one_line_before_anything_is_made(tmp_path, monkeypatch, capfd, command, backend):
     """The process that is asked about the device says it."""

@@ -122,11 +122,6 @@ def starts(command: str, measures: str) -> Callable[[Start], None]:
     return lambda start: STARTS.update({command: (start, measures)})
 
 
-@starts("decode", "models tiny batch 1 seconds_per_step lockstep")
-def _(case: Here) -> Sequence[Any]:
-    return "--model", case.checkpoint, "--batch", 1, "--context", 4, "--steps", 2, *ONE_ROUND
-
-
 @starts("cpu-peers", "peak_relative_to_weights")
 def _(case: Here) -> Sequence[Any]:
     options = "--batch", 2, "--prompt", 4, "--context", 4, "--steps", 2, "--threads", 1, "--work", case.folder / "work"
@@ -174,6 +169,9 @@ class ServerStandIn(serving.Server):
     def streams(self, number: int, rounds: int, seed: int = 0) -> dict[str, Any]:
         speeds = {"median": 1.0}
         return {"tokens_per_second": speeds, "api_cpu_microseconds_per_token": speeds}
+
+    def wait_until_warm(self) -> float:
+        return 0.2
 
     def refusals(self) -> dict[str, float]:
         return {"p50": 1.0, "p99": 1.0}
@@ -265,12 +263,6 @@ def _(case: Here) -> Sequence[Any]:
     limits = {"max_batch_size": 4, "max_num_tokens": 64, "max_seq_len": 64}
     case.smaller(speculation_gpu, LIMITS=limits, PROMPT=4, NEW=12, REQUESTS=(1,), RIGHT=(1.0,))
     return "--shape", case.shape, "--layers", 2, "--work", case.folder / "work", *ONE_ROUND
-
-
-@starts("ranks", "cases tiny 1 prompt")
-def _(case: Here) -> Sequence[Any]:
-    case.on_the_fake_gpu()
-    return "--shape", f"{case.shape}.json", "--ranks", 1, "--work", case.folder / "work", *ONE_ROUND
 
 
 @starts("serving-gpu", "streams 64 bare_tokens_per_second")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 import yaml
-from benchmarks import batches, certify, chart, models, ranks
+from benchmarks import batches, certify, chart, models
 from benchmarks.__main__ import bench
 from docs import draw_packages
 
@@ -21,7 +21,7 @@ from lockstep_serve.cli.serve import serve
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 RECORDS = REPOSITORY / "records"
-GENERATED = {RECORDS / name for name in ("models.md", "faults.md", "certify.md", "gpu/batches.md", "gpu/ranks.md")}
+GENERATED = {RECORDS / name for name in ("models.md", "faults.md", "certify.md", "gpu/batches.md")}
 EVERY_PAGE = [
     *sorted(REPOSITORY.glob("*.md")),
     *sorted((REPOSITORY / "docs").rglob("*.md")),
@@ -109,8 +109,7 @@ def test_generated_pages_are_what_their_records_give(tmp_path: Path) -> None:
         assert page.read_text(encoding="utf-8") == text, "run: python -m benchmarks.chart"
     certified = read_json(RECORDS / "bench" / "certify.json")
     assert (RECORDS / "certify.md").read_text() == certify.page(certified["rows"])
-    for module, name in ((batches, "batches"), (ranks, "ranks")):
-        assert (RECORDS / "gpu" / f"{name}.md").read_text() == module.page(read_json(RECORDS / "gpu" / f"{name}.json"))
+    assert (RECORDS / "gpu" / "batches.md").read_text() == batches.page(read_json(RECORDS / "gpu" / "batches.json"))
 
 
 def test_the_table_of_varied_builds_is_what_reproduce_varies() -> None:
