@@ -220,8 +220,8 @@ def shape_problems(
         kv_heads = heads
     ranks = model.tensor_parallel
     if type(heads) is int and not heads_divide(heads, kv_heads, ranks):
-        text = f"expected a divisor of {heads} heads, and a divisor or multiple of {kv_heads} of keys, in {path}"
-        yield Problem(("models", name, "tensor_parallel"), f"{text}; found {ranks}")
+        text = f"expected a divisor of the {heads} attention heads, and a divisor or a multiple of the {kv_heads} key"
+        yield Problem(("models", name, "tensor_parallel"), f"{text} and value heads, in {path}; found {ranks}")
     if any(map(is_quantized, model.all_precisions())):
         yield from _group_problems(name, model, shape, path, settings_of)
     if positions is not None and limits.max_seq_len > positions:

@@ -234,7 +234,7 @@ def test_heads_that_do_not_divide_by_the_ranks(tmp_path):
         tmp_path / "checkpoint", {"num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2}
     )
     on_gpus = {"backends": ["cuda"], "precisions": ["fp16"]}
-    expected = "models.m.tensor_parallel: expected a divisor of 4 heads"
+    expected = "expected a divisor of the 4 attention heads, and a divisor or a multiple of the 2 key and value heads"
     assert expected in error_of(folder, tensor_parallel=3, **on_gpus)
 
 
