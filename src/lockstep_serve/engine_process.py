@@ -26,11 +26,12 @@ from lockstep.artifacts.weights import WeightsManifest
 from lockstep.backends import get_backend
 from lockstep.errors import InputError, LockstepError
 from lockstep.manifests.digest_cache import stamp
+from lockstep.runtime.active_choice import PreparedRequest
 from lockstep.runtime.engine import Engine
 from lockstep.runtime.grammar.compiler import Compiler
 from lockstep.runtime.model import Model, ModelOptions
 from lockstep.runtime.prefix import root_key
-from lockstep.runtime.request import PreparedRequest, Request
+from lockstep.runtime.request import Request
 from lockstep.runtime.speculative import Speculative, open_speculation
 from lockstep.runtime.step_sizes import compare_step_sizes
 from lockstep_serve.adapter_loader import AdapterLoader, ReadAdapter

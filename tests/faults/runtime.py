@@ -160,17 +160,17 @@ def last_layer_not_written(right):
 
 
 def first_wrong_draft_accepted(right):
-    def verify(self, drafted):
+    def verify(self, drafts, choices, choose):
         tokens = []
-        for choice, draft, rows in drafted:
+        for choice, draft, rows in drafts:
             is_right = True
             for token, row in zip(draft, rows):
-                if choice.scheduled not in self.choices or not is_right:
+                if choice.scheduled not in choices or not is_right:
                     break
                 is_right = choice.answer[-1] == token
                 choice.scheduled.num_computed += 1
-                tokens += self._choose([(choice, row)])
-            if choice.scheduled in self.choices:
+                tokens += choose([(choice, row)])
+            if choice.scheduled in choices:
                 self._model.keep(choice.scheduled.slot, choice.scheduled.num_computed)
         return tokens
 
@@ -371,7 +371,7 @@ FAULTS = (
     on_host("cache-last-layer", "decoded tokens are not written in the last layer",
             change=instead(KVCache, "write_each", last_layer_not_written)),
     on_host("draft-accepted", "the first wrong token of a draft is accepted",
-            change=instead(Engine, "_verify", first_wrong_draft_accepted), shown_by=drafted, backends=INVARIANT),
+            change=instead(Speculation, "verify", first_wrong_draft_accepted), shown_by=drafted, backends=INVARIANT),
     on_host("draft-stale", "what a rejected token of a draft left in the cache is not overwritten",
             change=both(instead(HostExecutor, "keep", not_cleared),
                         instead(RowAttention, "__call__", rejected_tokens_stay)), shown_by=drafted, backends=INVARIANT),

@@ -68,7 +68,7 @@ def test_tokens_of_several_adapters_in_one_batch_are_those_of_onnx_runtime(model
         assert results[0] == results[1]
     else:  # a near tie may fall the other way, in a text of twelve tokens
         assert sum(a == b for a, b in zip(*results)) >= len(requests) - 1
-    assert not model.in_flight and (model.adapters.adapter_slots == -1).all()
+    assert not model.in_flight and (model.adapters.residency.places == -1).all()
 
 
 def test_steps_without_adapters_run_engines_without_room(models):

@@ -1,30 +1,67 @@
-"""One choice of a request that has not ended: its state, and how its tokens are chosen."""
+"""The choices of a request: what is prepared of them, their state while they run, and how their tokens are chosen."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from lockstep.runtime.bad_words import BadWordFilter
+from lockstep.runtime.checkpoints import Checkpoint
 from lockstep.runtime.grammar.matcher import ForcedTokens, Matcher
 from lockstep.runtime.request import Request, Token
 from lockstep.runtime.scheduler import Scheduled
 from lockstep.step.logits_pipeline import Masks, Row, Sampler
 from lockstep.step.sampling import Sampled
 
+ModelRow = np.ndarray | Sampled  # what a step gives for a row: logits [vocab_size] float32, or the model's choice
+
+
+@dataclass(frozen=True)
+class PreparedRequest:
+    """A request that can be queued at once.
+
+    prompt: int32 [num_tokens]. prefix: the keys of its whole chunks. samplers, bad_words: of each choice.
+    """
+
+    request: Request
+    prompt: np.ndarray
+    prefix: Sequence[bytes]
+    samplers: Sequence[Sampler]
+    bad_words: Sequence[BadWordFilter | None]
+
+    @classmethod
+    def of(
+        cls, request: Request, prompt: np.ndarray, prefix: Sequence[bytes], checkpoint: Checkpoint
+    ) -> PreparedRequest:
+        """Prepare the choices. Raises InputError for bad words without a tokenizer."""
+        tokens: np.ndarray | tuple[()] = ()
+        if request.sampling.changes_logits:
+            tokens = np.concatenate([prompt, np.array(request.answer_ids, np.int32)])
+        samplers = []
+        word_filters: list[BadWordFilter | None] = []
+        for number in range(request.choice, request.choice + request.n):
+            samplers.append(Sampler(request.sampling, tokens, request.stop_ids, number, len(prompt)))
+            word_filter = None
+            if texts := request.sampling.bad_texts:
+                word_filter = BadWordFilter(checkpoint.vocabulary, texts, prompt)
+                for token in request.answer_ids:
+                    word_filter.push(token)
+            word_filters.append(word_filter)
+        return cls(request, prompt, prefix, samplers, word_filters)
+
 
 @dataclass(eq=False, slots=True)
 class ActiveChoice:
     """Choice `number` of a request, which the scheduler knows as `scheduled`.
 
-    answer: its tokens; the next step computes the last one. replayed: tokens that were returned before an interruption
-    and are still to be recomputed. sampling_slot: the slot whose sampling parameters the model has, or -1. bad_words:
-    has seen all tokens of `replayed`. masked_ends: whether the model's masks are without end tokens; None: it has none.
-    grammar_failed: the grammar allows no token. eos_token_ids: of its checkpoint. is_constrained: a grammar, which may
-    still be compiled, or a given answer says which tokens may come.
+    index: of the request. answer: its tokens; the next step computes the last one. replayed: tokens that were returned
+    before an interruption and are still to be recomputed. sampling_slot: the slot whose sampling parameters the model
+    has, or -1. bad_words: has seen all tokens of `replayed`. masked_ends: whether the masks that the model has exclude
+    end tokens; None: it has no masks. grammar_failed: the grammar allows no token. eos_token_ids: of its checkpoint.
+    is_constrained: a grammar, which may still be compiled, or a given answer says which tokens may come.
     """
 
     index: int
@@ -77,6 +114,7 @@ class ActiveChoice:
         """
         sampling = self.request.sampling
         masks_ends = len(self.sampler.answer) + num_unknown < sampling.min_tokens
+        # Masks that only `min_tokens` and single bad tokens make are sent once, and again when end tokens get allowed.
         if not self.mask_needs_answer:
             needs_none = not masks_ends and not sampling.bad_sequences and self.masked_ends is None
             if needs_none or masks_ends == self.masked_ends:
@@ -121,6 +159,7 @@ class ActiveChoice:
         if not request.max_new_tokens:
             return Token(self.index, -1, None, "max_new_tokens", self.number)
         if self.replayed:
+            # It was chosen from the same logits before, and the sampler has it since the request was prepared.
             self.answer.append(self.replayed.popleft())
             return None
         if isinstance(row, Sampled):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
 from lockstep.artifacts.adapters import LoraSlots
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.dtypes import named_dtype
@@ -33,7 +31,8 @@ class Adapters:
         self._modules = adapted_modules(assembly)
         self._dtype = named_dtype(assembly.dtype)
         rank = slots.max_lora_rank
-        adapter_slots = self.residency.places
+        adapter_slots = self.residency.places  # the array itself: `Residency` writes to it between steps
+        # An executor on a device writes them there; arrays on the host are written here.
         self._writer = executor.take_adapters(arrays, rank, adapter_slots) or _HostWriter(arrays, rank)
 
     @classmethod
@@ -88,19 +87,16 @@ class Adapters:
         return None if name is None else self.loaded[name].sha256
 
     def load(self) -> None:
+        """Write the adapters that `residency` has given a place since the last step."""
         loading = self.residency.loading
         while loading:
             adapter_slot = min(loading)
             self._writer.write(self.loaded[loading[adapter_slot]], adapter_slot)
-            del loading[adapter_slot]
+            del loading[adapter_slot]  # after the write: one that fails is tried again at the next step
 
     @property
     def nbytes(self) -> int:
         return sum(arrays.a.nbytes + arrays.b.nbytes for arrays in self.arrays)
-
-    @property
-    def adapter_slots(self) -> np.ndarray:
-        return self.residency.places
 
 
 class _HostWriter:

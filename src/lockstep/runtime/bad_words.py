@@ -54,14 +54,14 @@ class Vocabulary:
         self._joined = b"\xff".join(pieces) + b"\xff"
         self._starts = np.cumsum([0, *(len(piece) + 1 for piece in pieces)])
         self._max_piece = max(map(len, pieces), default=0)
-        # Oldest first.
-        self._words: dict[str, BadWord] = {}
+        self._words: dict[str, BadWord] = {}  # the oldest first
 
     def word(self, text: str) -> BadWord:
         word = self._words.get(text)
         if word is None:
             data = text.encode()
             completing = {}
+            # No token has more bytes than `_max_piece`, so none completes a shorter prefix of the word.
             for length in range(1, len(data))[-self._max_piece :]:
                 tokens = self._starting_with(data[length:])
                 if len(tokens):
@@ -82,6 +82,7 @@ class Vocabulary:
 
     def _starting_with(self, text: bytes) -> np.ndarray:
         first = bisect.bisect_left(self._sorted, text)
+        # The least string after all that start with `text`. Its last byte stays below 256: UTF-8 never has 0xFF.
         end = bisect.bisect_left(self._sorted, text[:-1] + bytes([text[-1] + 1]), first)
         return np.array(self._order[first:end], np.int64)
 
@@ -102,9 +103,11 @@ class BadWordFilter:
             self._matched = [word.advance(matched, piece) for word, matched in zip(self._words, self._matched)]
 
     def tokens(self) -> np.ndarray:
+        """Return the tokens that would complete a word: those that contain it, and those that end one that is begun."""
         forbidden = [self._inside]
         for word, matched in zip(self._words, self._matched):
             shortest = min(word.completing, default=len(word.text))
+            # The text may end with several prefixes of the word, each a suffix of the longest.
             while matched >= shortest:
                 if matched in word.completing:
                     forbidden.append(word.completing[matched])

@@ -39,22 +39,21 @@ class Binder:
         self.assembly = with_activations(engines.assembly, engines.backend.activations)
         self.num_layers = layer_count(self.assembly, layers)
         self._layers = self.assembly.first_layers(self.num_layers)
-        self._of_devices = self.assembly.tensor_parallel is not None and engines.backend.rank_devices
-        self._ranks: list[_RankBinder] = []
-        if self._of_devices:
-            assert self.assembly.tensor_parallel is not None
-            degree = self.assembly.tensor_parallel.degree
-            self._ranks = [_RankBinder(engines, self.assembly, self._layers, rank) for rank in range(degree)]
+        tensor_parallel = self.assembly.tensor_parallel
+        self._ranks: list[_RankBinder] = []  # of ranks that have a device each
+        if tensor_parallel is not None and engines.backend.rank_devices:
+            ranks = range(tensor_parallel.degree)
+            self._ranks = [_RankBinder(engines, self.assembly, self._layers, rank) for rank in ranks]
             return
         load = functools.partial(engines.load, threads=threads, low_memory=low_memory)
         blocks = engine_blocks(self.assembly)
         self._programs = {name: load(name) for name, _ in self.assembly.engine_graphs() if name in blocks}
         self._bases = {name: load(name) for name, _ in base_graphs(self.assembly) if name in engines.manifest.engines}
         self._mixers = _layer_mixers(engines, self.assembly.mixers, self._layers, load)
-        if self.assembly.tensor_parallel is not None:
+        if tensor_parallel is not None:
             for name, mixer in self._mixers.items():
                 if isinstance(mixer, LayerAttention):
-                    self._mixers[name] = _heads_of_ranks(mixer, self.assembly.tensor_parallel, name)
+                    self._mixers[name] = _heads_of_ranks(mixer, tensor_parallel, name)
 
     def bind(self, weights_json: str | os.PathLike, shared: Network | None = None) -> Network:
         """Return the network of a checkpoint.
@@ -65,50 +64,52 @@ class Binder:
         """
         weights = Weights.open(weights_json)
         weights.check_precision(self.assembly.precision, "the assembly")
-        if self._of_devices:
+        if self._ranks:
             first_rank, *other_ranks = (binder.bind(weights) for binder in self._ranks)
             return replace(first_rank, others=tuple(other_ranks))
-        bound = functools.partial(self._bound, weights)
+        bind = functools.partial(self._bind_block, weights)
         if shared is not None and len(self._layers) == len(shared.layers):
             return shared
         if shared is not None and len(self._layers) < len(shared.layers):
-            exit_block = bound(self.assembly.exit_of(self._layers))
+            # Only the exit is bound anew: it follows another layer here.
+            exit_block = bind(self.assembly.exit_of(self._layers))
             network = replace(shared, layers=shared.layers[: len(self._layers)], exit=exit_block)
         else:
-            network = _network(self.assembly, self._layers, bound, self._mixers)
+            network = _network(self.assembly, self._layers, bind, self._mixers)
         network = replace(network, decode_layers=self.engines.backend.decode_layers(network))
         weights.drop_pages()  # engines have copies, or map the files themselves
         return network
 
-    def _bound(self, weights: Weights, part: BoundBlock) -> Block:
+    def _bind_block(self, weights: Weights, block: BoundBlock) -> Block:
         assembly = self.assembly
         engines = self.engines
         ranks = assembly.tensor_parallel
-        signature = assembly.classes[part.graph].signature
-        check_slots(weights, part.slots, signature.slots, part.graph)
-        if ranks is not None and (sharded := ranks.classes.get(part.graph)):
-            return Block.whole(_of_ranks(engines, weights, part, sharded, self._programs), signature)
-        run = self._programs[part.graph].bind(weights, engines.tensors(part.graph, part.slots))
+        signature = assembly.classes[block.graph].signature
+        check_slots(weights, block.slots, signature.slots, block.graph)
+        if ranks is not None and (sharded := ranks.classes.get(block.graph)):
+            return Block.whole(_of_ranks(engines, weights, block, sharded, self._programs), signature)
+        run = self._programs[block.graph].bind(weights, engines.tensors(block.graph, block.slots))
+        # Inputs that are rows of the engine's own weights are written there, and are no inputs of a call.
         rows = run.adapter_rows if isinstance(run, HasAdapterRows) else {}
-        arrays = empty_arrays(assembly.adapters, part, named_dtype(assembly.dtype), engines.backend.empty, rows)
-        unbound = replace(signature, inputs=tuple(io for io in signature.inputs if io.name not in rows))
-        block = Block.whole(run, unbound, {**arrays, **rows})
-        if (base := base_engine(part.graph)) not in self._bases:
-            return block
-        plain = self._bases[base].bind(weights, engines.tensors(base, part.slots))
-        return replace(block, base=Block.whole(plain, _without(signature, assembly.adapters, part.graph)))
+        arrays = empty_arrays(assembly.adapters, block, named_dtype(assembly.dtype), engines.backend.empty, rows)
+        call_inputs = tuple(io for io in signature.inputs if io.name not in rows)
+        bound = Block.whole(run, replace(signature, inputs=call_inputs), {**arrays, **rows})
+        if (base := base_engine(block.graph)) not in self._bases:
+            return bound
+        plain = self._bases[base].bind(weights, engines.tensors(base, block.slots))
+        return replace(bound, base=Block.whole(plain, _without(signature, assembly.adapters, block.graph)))
 
 
 def _network(
     assembly: Assembly,
-    chosen: Sequence[Layer],
-    bound: Callable[[BoundBlock], Block],
+    layers: Sequence[Layer],
+    bind: Callable[[BoundBlock], Block],
     mixers: Mapping[str, LayerAttention | LayerState],
 ) -> Network:
     return Network(
-        embedding=bound(assembly.embedding),
-        layers=tuple((bound(layer.block), mixers[layer.variant]) for layer in chosen),
-        exit=bound(assembly.exit_of(chosen)),
+        embedding=bind(assembly.embedding),
+        layers=tuple((bind(layer.block), mixers[layer.variant]) for layer in layers),
+        exit=bind(assembly.exit_of(layers)),
         dtype=named_dtype(assembly.dtype),
         vocab_size=assembly.vocab_size,
         kv_cache_dtype=assembly.kv_cache_dtype,
@@ -116,6 +117,7 @@ def _network(
 
 
 def _without(signature: Signature, adapters: LoraSlots | None, block: str) -> Signature:
+    """Return a block's signature without the inputs of adapters."""
     assert adapters is not None  # the block takes them
     adapter_inputs = {IDS, *adapters.names(block)}
     return replace(signature, inputs=tuple(io for io in signature.inputs if io.name not in adapter_inputs))
@@ -130,9 +132,9 @@ def lora_arrays(assembly: Assembly, network: Network) -> list[LoraArrays]:
     pairs = [(layer.block, block) for layer, (block, _) in zip(layers, network.layers, strict=True)]
     pairs.append((assembly.exit_of(layers), network.exit))
     arrays = []
-    for part, block in pairs:
+    for named_block, block in pairs:
         by_rows = block.run.adapter_rows if isinstance(block.run, HasAdapterRows) else ()
-        arrays += arrays_of(slots, part, block.adapters, by_rows)
+        arrays += arrays_of(slots, named_block, block.adapters, by_rows)
     return arrays
 
 
@@ -142,9 +144,9 @@ def adapted_modules(assembly: Assembly) -> set[str]:
     if assembly.adapters is None:
         return modules
     for layer in assembly.layers:
-        for part in layer.parts:
-            weights = assembly.adapters.classes.get(part.graph, {})
-            modules.update(module_of(part.slots[weight][0]) for weight in weights)
+        for block in layer.parts:
+            weights = assembly.adapters.classes.get(block.graph, {})
+            modules.update(module_of(block.slots[weight][0]) for weight in weights)
     return modules
 
 
@@ -163,21 +165,22 @@ class _RankBinder:
         self._mixers = _layer_mixers(engines, self._tensor_parallel.variants, layers, load)
 
     def bind(self, weights: Weights) -> Network:
-        return _network(self._assembly, self._layers, functools.partial(self._bound, weights), self._mixers)
+        return _network(self._assembly, self._layers, functools.partial(self._bind_block, weights), self._mixers)
 
-    def _bound(self, weights: Weights, part: BoundBlock) -> Block:
+    def _bind_block(self, weights: Weights, block: BoundBlock) -> Block:
         engines = self._engines
         ranks = self._tensor_parallel
         programs = self._programs
-        signature = self._assembly.classes[part.graph].signature
-        check_slots(weights, part.slots, signature.slots, part.graph)
-        sharded = ranks.classes.get(part.graph)
-        if sharded is None:
-            return Block.whole(programs[part.graph].bind(weights, engines.tensors(part.graph, part.slots)), signature)
+        signature = self._assembly.classes[block.graph].signature
+        check_slots(weights, block.slots, signature.slots, block.graph)
+        sharded = ranks.classes.get(block.graph)
+        if sharded is None:  # each rank computes all of it
+            run = programs[block.graph].bind(weights, engines.tensors(block.graph, block.slots))
+            return Block.whole(run, signature)
         pieces = []
         for piece in sharded.pieces:
             piece_signature = ranks.graphs[piece.graph].signature
-            run = _bind_piece(engines, weights, part, sharded, piece, programs, self._rank)
+            run = _bind_piece(engines, weights, block, sharded, piece, programs, self._rank)
             pieces.append(ShardCall(run, piece_signature, piece.sums))
         return Block(tuple(pieces), _local(signature, sharded))
 
@@ -194,16 +197,19 @@ def _local(signature: Signature, sharded: ShardedClass) -> Signature:
 
 
 def _layer_mixers(
-    engines: EngineSet, mixers: Mapping[str, TokenMixer], chosen: Sequence[Layer], load: Callable[[str], Program]
+    engines: EngineSet, mixers: Mapping[str, TokenMixer], layers: Sequence[Layer], load: Callable[[str], Program]
 ) -> dict[str, LayerAttention | LayerState]:
-    """Return the named token mixers of the chosen layers, with their engines.
+    """Return the named token mixers of the layers, with their engines.
 
     The engines are by phase: prefill and decode, or those of the backend's own attention.
     """
     layer_mixers: dict[str, LayerAttention | LayerState] = {}
-    for name in sorted({layer.variant for layer in chosen}):
-        named = (engine for engine in engines.names() if engine.rpartition(".")[0] == name)
-        by_phase = {engine.rpartition(".")[2]: load(engine).bind(None, {}) for engine in named}
+    for name in sorted({layer.variant for layer in layers}):
+        by_phase = {}
+        for engine in engines.names():  # such as "attention.prefill" of the mixer "attention"
+            mixer_name, _, phase = engine.rpartition(".")
+            if mixer_name == name:
+                by_phase[phase] = load(engine).bind(None, {})
         mixer = mixers[name]
         if isinstance(mixer, StateMixer):
             layer_mixers[name] = LayerState(by_phase, mixer)
@@ -221,17 +227,17 @@ def engine_blocks(assembly: Assembly) -> set[str]:
 
 
 def _of_ranks(
-    engines: EngineSet, weights: Weights, part: BoundBlock, sharded: ShardedClass, programs: Mapping[str, Program]
+    engines: EngineSet, weights: Weights, block: BoundBlock, sharded: ShardedClass, programs: Mapping[str, Program]
 ) -> RankBlock:
     """Return a block of several ranks: each piece bound once for each rank."""
     ranks = engines.assembly.tensor_parallel
     assert ranks is not None
-    unsharded = engines.assembly.classes[part.graph].signature
+    unsharded = engines.assembly.classes[block.graph].signature
     signatures = [ranks.graphs[piece.graph].signature for piece in sharded.pieces]
     runs = []
     for piece, signature in zip(sharded.pieces, signatures, strict=True):
         runs.append(
-            [_bind_piece(engines, weights, part, sharded, piece, programs, rank) for rank in range(ranks.degree)]
+            [_bind_piece(engines, weights, block, sharded, piece, programs, rank) for rank in range(ranks.degree)]
         )
         for run in runs[-1]:
             check_engine(run, signature)
@@ -241,7 +247,7 @@ def _of_ranks(
 def _bind_piece(
     engines: EngineSet,
     weights: Weights,
-    part: BoundBlock,
+    block: BoundBlock,
     sharded: ShardedClass,
     piece: ShardEntry,
     programs: Mapping[str, Program],
@@ -251,11 +257,12 @@ def _bind_piece(
     assert ranks is not None
     slots = ranks.graphs[piece.graph].signature.slots
     tensors = engines.tensors(piece.graph, {slot.name: [slot.name] for slot in slots})
-    rank_weights = RankWeights(weights, part.slots, engines.assembly.classes[part.graph].signature.slots, sharded, rank)
     program = programs[piece.graph]
     if not tensors:
         return program.bind(None, {})
-    return program.bind(rank_weights, tensors)
+    # Named by slot: a rank's tensor is a shard of the block's, which no checkpoint has.
+    block_slots = engines.assembly.classes[block.graph].signature.slots
+    return program.bind(RankWeights(weights, block.slots, block_slots, sharded, rank), tensors)
 
 
 def _heads_of_ranks(layer_attention: LayerAttention, ranks: TensorParallel, name: str) -> LayerAttention:

@@ -131,6 +131,7 @@ class Checkpoints:
             try:
                 load.finish()
             except (LockstepError, OSError) as error:
+                # Unless the network was given to another checkpoint meanwhile: then nobody waits for this one.
                 if self.residency is not None and self.residency.place_of.get(name) == number:
                     yield name, error
 
@@ -141,9 +142,10 @@ class Checkpoints:
         """
         old = self[name]
         network = 0 if self.residency is None else self.residency.place_of.get(name)
-        new = copy.copy(old)
+        new = copy.copy(old)  # with its vocabulary, if that was read: the tokenizer stays
         new.weights_json = weights_json
         new.weights_sha256 = content(weights_json)
+        # An earlier load into this network must not end after the new one.
         for number, (loading, load) in [*self._loads.items()]:
             if loading == name:
                 load.finish()
@@ -163,7 +165,7 @@ class Checkpoints:
         """Read the weights of all checkpoints into host memory, in parts, those first that are not bound."""
         if self.residency is None:
             return iter(())
-        names = sorted(self.by_name, key=self.residency.place_of.__contains__)
+        names = sorted(self.by_name, key=self.residency.place_of.__contains__)  # False sorts first
         return self._executor.preload([self.by_name[name].weights_json for name in names])
 
     def load(self, network: int, weights_json: Path) -> Load:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from lockstep.step.sampling import MAX_LOGPROBS
 
 CHOICES = "choices (max_batch_size)"
 _PRIORITY = 1 << 31
-_SHORT = 64  # ids: so few are compared faster as a list
+_SHORT = 64  # token ids: the extremes of so few are found faster in a list than by NumPy
 
 
 class Sizes(Protocol):
@@ -110,7 +110,11 @@ def check_request(request: Request, model: Model, max_prompt_len: int, has_gramm
     Raises InputError for values of wrong types, out of range, or that this model does not support.
     """
     for name in ("max_new_tokens", "n", "priority", "choice"):
-        _index(name, getattr(request, name))
+        value = getattr(request, name)
+        try:
+            operator.index(value)
+        except TypeError:
+            raise InputError(f"{name}: expected a whole number, found {str(value)[:60]!r}") from None
     prompt = _token_ids("prompt_ids", request.prompt_ids)
     answer = _token_ids("answer_ids", request.answer_ids)
     request = replace(request, forced_ids=_token_ids("forced_ids", request.forced_ids).tolist())
@@ -120,24 +124,17 @@ def check_request(request: Request, model: Model, max_prompt_len: int, has_gramm
         model.check_gives_all_logits()
     if not isinstance(request.cache_salt, str):
         raise InputError(f"cache_salt: expected text, found {request.cache_salt!r}")
-    if len(answer) and (request.n > 1 or len(answer) >= request.max_new_tokens):
+    if len(answer) and request.n > 1:
+        raise InputError(f"answer_ids: expected none with n above 1, found {len(answer)} with n {request.n}")
+    if len(answer) and len(answer) >= request.max_new_tokens:
         raise InputError(
-            f"answer_ids: expected fewer than max_new_tokens ({request.max_new_tokens}), of a request of "
-            f"one choice, found {len(answer)} and n {request.n}"
+            f"answer_ids: expected fewer than max_new_tokens ({request.max_new_tokens}), found {len(answer)}"
         )
     if request.grammar is not None and (not has_grammars or request.choose is not None):
         raise InputError(
-            f"{request.grammar.name}: expected an engine that was opened with grammars, and no `choose`, found another"
+            f"{request.grammar.name}: expected an engine with grammars, and no `choose`; found one or the other"
         )
     return replace(request, prompt_ids=prompt.astype(np.int32), answer_ids=answer.tolist())
-
-
-def _index(name: str, value: Any) -> int:
-    """Return a whole number. Raises InputError for anything else."""
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise InputError(f"{name}: expected a whole number, found {str(value)[:60]!r}") from None
 
 
 def _token_ids(name: str, tokens: Iterable[int] | np.ndarray) -> np.ndarray:

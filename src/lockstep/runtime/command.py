@@ -12,7 +12,7 @@ from lockstep.artifacts.files import dump_json
 from lockstep.errors import CheckError
 from lockstep.runtime import batch_file
 from lockstep.runtime.drafts import Speculation
-from lockstep.runtime.generate import generate as start
+from lockstep.runtime.generate import generate as generation_of
 from lockstep.runtime.model import Model, ModelOptions
 from lockstep.runtime.request import Speed
 from lockstep.runtime.speculative import Speculative, open_speculation
@@ -62,7 +62,7 @@ def generate(job: Job, prompt: str, as_json: bool = False) -> None:
     as_json: one document at the end, with both.
     """
     model, tokenizer, speculation = job.open(1)
-    generation = start(
+    generation = generation_of(
         model,
         tokenizer,
         [prompt],
@@ -88,11 +88,8 @@ def generate(job: Job, prompt: str, as_json: bool = False) -> None:
         print(dump_json(document), end="")
         return
     print(flush=True)
-    for what, tokens, rate in (
-        ("prefill", speed.prefill_tokens, speed.prefill_tokens_per_second),
-        ("decode", speed.decode_tokens, speed.decode_tokens_per_second),
-    ):
-        print(f"{what}: {tokens} tokens, {rate:.0f} tokens/s", file=sys.stderr)
+    print(f"prefill: {speed.prefill_tokens} tokens, {speed.prefill_tokens_per_second:.0f} tokens/s", file=sys.stderr)
+    print(f"decode: {speed.decode_tokens} tokens, {speed.decode_tokens_per_second:.0f} tokens/s", file=sys.stderr)
     if speculation:
         accepted = sum(speculation.accepted)
         proposed = speculation.num_draft_tokens

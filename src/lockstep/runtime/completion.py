@@ -90,7 +90,7 @@ class Collector:
     def add(self, number: int, token: int, finish: str | None, logprobs: Logprobs | None) -> str:
         choice = self.completion.choices[number]
         choice.finish = finish
-        if token < 0:
+        if token < 0:  # no token: only why the choice ended
             text = self._streams[number].finish()
             choice.text += text
             return text

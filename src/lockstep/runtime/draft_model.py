@@ -59,7 +59,7 @@ class ModelDrafter:
             unfinished = {}
             for choice, token in zip(choices, tokens):
                 draft = self._drafts[choice]
-                # The draft model has to compute more of the prompt first.
+                # The draft model has to compute more of the prompt first, or its logits are not finite.
                 if len(draft.tokens) < len(choice.prompt) + len(choice.answer) or token < 0:
                     continue
                 proposed.setdefault(choice, []).append(token)
@@ -73,6 +73,7 @@ class ModelDrafter:
         length = len(choice.prompt) + len(choice.answer)
         draft = self._drafts.get(choice)
         if draft is None:
+            # A choice without a slot here, or too long for this model, is decoded without drafts.
             if not self._free_slots or length + limit > model.max_seq_len:
                 return None
             draft = self._drafts[choice] = _Draft(self._free_slots.pop())
@@ -88,6 +89,7 @@ class ModelDrafter:
             start = length + len(proposed) - 1
         else:
             start = self._drop_rejected(choice, draft)
+            # One chunk of a prompt at a time, so that the requests of the step do not wait for all of it.
             end = min(length, (start // model.chunk_size + 1) * model.chunk_size)
             tokens = [self._token(choice, position) for position in range(start, end)]
         tables = model.tables
@@ -99,6 +101,7 @@ class ModelDrafter:
 
     def _drop_rejected(self, choice: ActiveChoice, draft: _Draft) -> int:
         """Remove rejected draft tokens from the slot; return the number of tokens left in it."""
+        # Not the choice's last token, even if it is in the cache: the logits after it are needed.
         length = min(len(draft.tokens), len(choice.prompt) + len(choice.answer) - 1)
         confirmed = draft.num_confirmed
         while confirmed < length and draft.tokens[confirmed] == self._token(choice, confirmed):

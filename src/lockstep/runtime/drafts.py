@@ -6,12 +6,17 @@ chooses, so drafts affect only how many steps an answer takes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from lockstep.runtime.active_choice import ActiveChoice
+from lockstep.runtime.active_choice import ActiveChoice, ModelRow
 from lockstep.runtime.checks import expect
+from lockstep.runtime.model import Model
+from lockstep.runtime.request import Token
+from lockstep.runtime.scheduler import Scheduled, SchedulerOutput
 
 MAX_DRAFT_TOKENS = 16
 _MAX_NGRAM = 4
@@ -105,12 +110,19 @@ class _Pace:
         self.pause = min((1 << self.rejected) // first_pause, _MAX_PAUSE)
 
 
+class VerifiedDraft(NamedTuple):
+    """A draft that a step has computed; rows: the model's row after each of its tokens."""
+
+    choice: ActiveChoice
+    tokens: Sequence[int]
+    rows: Sequence[ModelRow]
+
+
 class Speculation:
-    """Decides how many tokens to draft for which requests of one engine, and counts the accepted ones.
+    """Adds draft tokens to the steps of one engine, and keeps those that its model chooses itself.
 
     num_drafts, num_draft_tokens: verified so far. accepted: accepted tokens, by position in the draft. failure: why
-    drafting has stopped. on_host: False on a GPU. There, looking for drafts delays the launch of a step until the
-    tokens of the previous one are known, so after a step without drafts a few steps are not tried.
+    drafting has stopped.
     """
 
     def __init__(self, drafter: Drafter, num_tokens: int):
@@ -121,30 +133,52 @@ class Speculation:
         self.num_draft_tokens = 0
         self.accepted = [0] * num_tokens
         self.failure: str | None = None
-        self.on_host = True
-        self._pause = 0
         self._drafter = drafter
         self._paces = dict[ActiveChoice, _Pace]()
+        self._pause = 0  # steps for which no drafts are looked for
+        self._model: Model
+        self._on_host = True
+        self._max_tokens = 0  # of a step with drafts
 
-    def is_due(self, choices: Sequence[ActiveChoice], max_tokens: int) -> bool:
-        """Return whether the next step may have drafts of these choices, which need the tokens of this step."""
-        paces = (self._paces.get(choice) for choice in choices)
-        return (
-            self.failure is None
-            and not self._pause
-            and max_tokens >= 2 * len(choices)
-            and any(pace is None or not pace.pause for pace in paces)
-        )
+    def attach(self, model: Model, max_num_tokens: int) -> None:
+        """Draft for the engine of a model, in steps of up to `max_num_tokens`.
 
-    def propose(self, room: Mapping[ActiveChoice, int], max_tokens: int) -> dict[ActiveChoice, list[int]]:
-        """Return the drafts of a step in which these choices decode.
-
-        room: how many tokens a choice may have after its next one. max_tokens: of the whole step; with many choices
-        nothing is left for drafts.
+        Raises InputError for a model that cannot verify drafts.
         """
-        if self.failure is not None:
-            return {}
-        share = (max_tokens - len(room)) // len(room)
+        model.check_verifies_drafts()
+        self._model = model
+        self._on_host = model.engines.backend.on_host
+        self._max_tokens = min(model.max_verify_tokens, max_num_tokens)
+
+    def may_follow(self, step: SchedulerOutput, choices: Mapping[Scheduled, ActiveChoice]) -> bool:
+        """Return whether the next step may have drafts, which continue the tokens of this one."""
+        if step.drafts:
+            return True
+        if self.failure is not None or self._pause or self._max_tokens < 2 * len(step.shares):
+            return False
+        if any(scheduled.in_prompt for scheduled, _ in step.shares):
+            return False
+        paces = (self._paces.get(choices[scheduled]) for scheduled, _ in step.shares)
+        return any(pace is None or not pace.pause for pace in paces)
+
+    def add_drafts(self, step: SchedulerOutput, choices: Mapping[Scheduled, ActiveChoice]) -> None:
+        """Add drafts to a step in which all requests decode."""
+        if self.failure is not None or any(scheduled.in_prompt for scheduled, _ in step.shares):
+            return
+        room = {}
+        for scheduled, _ in step.shares:
+            choice = choices[scheduled]
+            if not choice.replayed:
+                # After the token that is computed anyway: up to the answer's end, and within the slot's memory.
+                length = scheduled.num_computed + 1
+                room[choice] = min(scheduled.max_tokens - length, self._model.room(length))
+        if room:
+            share = (self._max_tokens - len(step.shares)) // len(room)
+            drafts = self._propose(self._limits(room, share))
+            step.drafts = {choice.scheduled: draft for choice, draft in drafts.items()}
+
+    def _limits(self, room: Mapping[ActiveChoice, int], share: int) -> dict[ActiveChoice, int]:
+        """Return how many tokens to draft for each choice that is not pausing; share: a choice's part of the step."""
         if self._pause:
             self._pause -= 1
             share = 0
@@ -160,6 +194,9 @@ class Speculation:
                 if count < self.num_tokens:
                     count = 1 << count.bit_length() - 1
                 limits[choice] = count
+        return limits
+
+    def _propose(self, limits: Mapping[ActiveChoice, int]) -> dict[ActiveChoice, list[int]]:
         if not limits:
             return {}
         try:
@@ -168,17 +205,45 @@ class Speculation:
             # No answer may fail because of a draft, and the errors of libraries share no base class.
             self.failure = f"drafts: {' '.join(str(error).split()) or type(error).__name__}; decoding goes on without"
             return {}
-        if not drafts and not self.on_host:
+        if not drafts and not self._on_host:
+            # Looking for drafts delays the launch of a GPU's step until the tokens of the one before are known.
             self._pause = _MISSED_PAUSE
         return drafts
 
-    def verified(self, choice: ActiveChoice, proposed: int, accepted: int) -> None:
-        self.num_drafts += 1
-        self.num_draft_tokens += proposed
-        for position in range(accepted):
-            self.accepted[position] += 1
-        if pace := self._paces.get(choice):
-            pace.update(proposed, accepted, self.num_tokens, self.on_host)
+    def verify(
+        self,
+        drafts: Sequence[VerifiedDraft],
+        choices: Mapping[Scheduled, ActiveChoice],
+        choose: Callable[[Sequence[tuple[ActiveChoice, ModelRow]]], list[Token]],
+    ) -> list[Token]:
+        """Choose the token after each draft token, for as long as the draft equals the chosen tokens.
+
+        choices: those that have not ended. choose: appends the next token of each choice to its answer. Returns the
+        tokens, one for each accepted draft token. Afterwards the cache holds what plain decoding would have put there.
+        """
+        tokens: list[Token] = []
+        accepted = Counter[ActiveChoice]()
+        drafts = [draft for draft in drafts if draft.choice.scheduled in choices]
+        # One round for each position of the drafts, over all choices whose drafts were right so far: choosing many
+        # tokens at once is much faster than one at a time.
+        continued = drafts
+        for position in itertools.count():
+            continued = [draft for draft in continued if _is_right(draft, position, choices)]
+            if not continued:
+                break
+            for draft in continued:
+                draft.choice.scheduled.num_computed += 1
+                accepted[draft.choice] += 1
+                self.accepted[position] += 1
+            tokens += choose([(draft.choice, draft.rows[position]) for draft in continued])
+        for choice, draft_tokens, _ in drafts:
+            self.num_drafts += 1
+            self.num_draft_tokens += len(draft_tokens)
+            if pace := self._paces.get(choice):
+                pace.update(len(draft_tokens), accepted[choice], self.num_tokens, self._on_host)
+            if choice.scheduled in choices:
+                self._model.keep(choice.scheduled.slot, choice.scheduled.num_computed)
+        return tokens
 
     def counts(self) -> list[int]:
         """Return num_drafts, num_draft_tokens, and accepted, by position."""
@@ -189,3 +254,9 @@ class Speculation:
         self._paces.pop(choice, None)
         if self.failure is None:
             self._drafter.forget(choice)
+
+
+def _is_right(draft: VerifiedDraft, position: int, choices: Mapping[Scheduled, ActiveChoice]) -> bool:
+    """Return whether the token that was chosen last is the draft's at `position`, and its choice goes on."""
+    choice = draft.choice
+    return position < len(draft.tokens) and choice.scheduled in choices and choice.answer[-1] == draft.tokens[position]

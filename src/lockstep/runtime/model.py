@@ -101,14 +101,14 @@ class Model:
         and CheckError for engines that do not fit this machine.
         """
         engines = EngineSet.open(engines_json, assembly_json)
-        rows, length, tokens = _limits(engines, assembly_json, options)
+        num_slots, max_seq_len, max_num_tokens = _limits(engines, assembly_json, options)
         first = Checkpoint("", Path(assembly_json), Path(weights_json), engines.assembly)
         checkpoints = [first]
         for files in options.others:
             assembly = check_shares(first.assembly_json, engines.assembly, Path(files.assembly))
             checkpoints.append(Checkpoint(files.name, Path(files.assembly), Path(files.weights), assembly))
         num_bound = min(options.max_bound or len(checkpoints), len(checkpoints))
-        shared = None
+        shared = None  # a draft that is a cut of the model: its layers are in memory already
         cut_of = options.cut_of
         if cut_of is not None:
             is_same = cut_of.engines.digest() == engines.digest() and cut_of.weights_sha256 == first.weights_sha256
@@ -120,17 +120,17 @@ class Model:
         kv_bytes = options.kv_bytes
         if chunk_size is None:
             preferred = CHUNK_SIZE if engines.backend.on_host else SMALL_CHUNK_SIZE
-            chunk_size = fitting_chunk_size(preferred, rows, tokens)
+            chunk_size = fitting_chunk_size(preferred, num_slots, max_num_tokens)
         if chunk_size < 1:
             raise InputError(f"chunk_size: expected at least 1, found {chunk_size}")
         if kv_bytes is not None and kv_bytes <= 0:
             raise InputError(f"kv_bytes: expected at least 1, found {kv_bytes}")
-        executor = engines.backend.executor(networks, rows, length, tokens, kv_bytes) or HostExecutor(
-            networks, rows, length, chunk_size, host_bytes(kv_bytes)
-        )
+        executor = engines.backend.executor(networks, num_slots, max_seq_len, max_num_tokens, kv_bytes)
+        if executor is None:
+            executor = HostExecutor(networks, num_slots, max_seq_len, chunk_size, host_bytes(kv_bytes))
         adapters = Adapters.open(options.adapters_json, engines.assembly, networks[0], executor)
         bound = Checkpoints(checkpoints, executor, binder.bind, num_bound)
-        return cls(executor, tokens, engines, binder.num_layers, chunk_size, bound, adapters)
+        return cls(executor, max_num_tokens, engines, binder.num_layers, chunk_size, bound, adapters)
 
     @property
     def assembly_json(self) -> Path:
@@ -314,7 +314,7 @@ class Model:
             self.adapters.load()
         lengths = self.executor.lengths
         for advance in advances:
-            if not advance.start and lengths[advance.slot]:
+            if not advance.start and lengths[advance.slot]:  # a new request in a slot that was not released
                 self.executor.reset(advance.slot)
         try:
             result = run(advances)

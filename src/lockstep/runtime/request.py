@@ -8,9 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep.runtime.bad_words import BadWordFilter
 from lockstep.runtime.grammar import Grammar
-from lockstep.step.logits_pipeline import Sampler
 from lockstep.step.sampling import Logprobs, Sampling
 
 # The error of a request whose next token cannot be chosen.
@@ -66,20 +64,6 @@ class CheckpointFiles:
     name: str
     assembly: str
     weights: str
-
-
-@dataclass(frozen=True)
-class PreparedRequest:
-    """A request that can be queued at once (`Engine.prepare`).
-
-    prompt: int32 [num_tokens]. prefix: the keys of its whole chunks. samplers, bad_words: of each choice.
-    """
-
-    request: Request
-    prompt: np.ndarray
-    prefix: Sequence[bytes]
-    samplers: Sequence[Sampler]
-    bad_words: Sequence[BadWordFilter | None]
 
 
 @dataclass(frozen=True)

@@ -119,8 +119,9 @@ class SchedulerOutput:
 
 @dataclass(slots=True)
 class _Blocked:
-    """Whose requests wait while a step is scheduled, since another one has waited so long: all with adapters, or those
-    of a checkpoint.
+    """The requests that are not admitted to this step, because one that waited too long goes first.
+
+    adapters: all that have one. checkpoint: all of this one.
     """
 
     adapters: bool = False
@@ -260,8 +261,7 @@ class Scheduler:
         status = request.status
         request.status = Status.FINISHED
         if status in (Status.WAITING, Status.HELD):
-            # It is removed from the heap when it comes to the front.
-            self._num_waiting -= 1
+            self._num_waiting -= 1  # it is removed from the heap when it comes to the front
         elif status is Status.SWAPPED:
             self._swapped.remove(request)
         elif status in (Status.RUNNING, Status.FORKING):
@@ -332,8 +332,9 @@ class Scheduler:
         """
         self._steps += 1
         step = SchedulerOutput()
+        # Requests that run come first, then those that were swapped out, then new ones: so what has begun ends.
         if self.options.admission == "optimistic":
-            # Running requests come before new ones; `victim` has made room for these pages.
+            # `victim` has made room for these pages.
             self.tables.reserve(self._ends_on_new_pages())
         if self._swapped or self._waiting:
             blocked = _Blocked()
@@ -343,12 +344,12 @@ class Scheduler:
         step.shares = [(request, 1) for request in running if request.decodes]
         budget = self.options.max_num_tokens - len(step.shares)
         decoding = bool(step.shares)
-        if len(step.shares) < len(running):
+        if len(step.shares) < len(running):  # some are in their prompts, or at their end
             if decoding:
                 budget = self._prefill_budget(budget)
             for request in running:
                 if request.in_prompt:
-                    count = self._chunks(request, budget, decoding)
+                    count = self._prompt_tokens(request, budget, decoding)
                     if count:
                         step.shares.append((request, count))
                         budget -= count
@@ -432,25 +433,27 @@ class Scheduler:
         assert all(not self.tables[slot] for slot in self.free_slots)
         self.tables.pool.check()
 
-    def _chunks(self, request: Scheduled, budget: int, decoding: bool) -> int:
+    def _prompt_tokens(self, request: Scheduled, budget: int, decoding: bool) -> int:
         """Return how many tokens of a prompt this step computes: whole chunks, or up to the prompt's end.
 
         A last chunk of one token is always computed in a separate step. A single token is computed by the decode kernel
         and several by the prefill kernel, and which of the two computes a token must not depend on other requests.
         """
+        chunk_size = self.options.chunk_size
+        threshold = self.options.long_prefill_token_threshold
         start = request.num_computed
         end = request.num_prompt_tokens
-        first_stop = min(end, (start // self.options.chunk_size + 1) * self.options.chunk_size)
+        first_stop = min(end, (start // chunk_size + 1) * chunk_size)
         if first_stop - start > budget:
             return 0
         if end - start == 1:
             return 1
-        if decoding and self.options.long_prefill_token_threshold is not None:
-            budget = min(budget, max(self.options.long_prefill_token_threshold, first_stop - start))
+        if decoding and threshold is not None:
+            budget = min(budget, max(threshold, first_stop - start))
         stop = end
         if end - start > budget:
-            stop = min(end, (start + budget) // self.options.chunk_size * self.options.chunk_size)
-        if stop == end and end % self.options.chunk_size == 1:
+            stop = min(end, (start + budget) // chunk_size * chunk_size)
+        if stop == end and end % chunk_size == 1:
             stop = end - 1
         return max(first_stop, stop) - start
 
@@ -477,10 +480,10 @@ class Scheduler:
         """Admit waiting requests while there is room."""
         skipped: set[_Needs] = set()
         while (request := self._first_waiting(skipped)) is not None:
-            # Siblings are the other choices of a request: they wait for its prompt, unless they were aborted.
+            # Without those that were aborted while it waited.
             request.siblings = [sibling for sibling in request.siblings if sibling.status is Status.FORKING]
             if len(self.free_slots) <= len(request.siblings):
-                return
+                return  # also where a later request would fit: it would overtake this one again and again
             if self._must_wait(request, blocked):
                 skipped.add(request.needs)
                 continue
@@ -494,7 +497,7 @@ class Scheduler:
                 is_allocated = self._allocate(request, prefix_pages)
             if not is_allocated:
                 return
-            heapq.heappop(self._waiting[request.needs])
+            heapq.heappop(self._waiting[request.needs])  # the first of its heap: `_first_waiting` returned it
             self._num_waiting -= 1
             request.published = 0
             if prefix_pages:
@@ -504,7 +507,7 @@ class Scheduler:
 
     def _must_wait(self, request: Scheduled, blocked: _Blocked) -> bool:
         """Return whether a request must wait for a place for its adapter or its checkpoint."""
-        slot = self.free_slots[0]
+        slot = self.free_slots[0]  # the one that `_claim_slot` takes
         lacks_adapter = self.residency is not None and not self.residency.can_claim(slot, request.adapter)
         lacks_network = self._networks is not None and not self._networks.can_claim(slot, request.checkpoint)
         if (blocked.adapters and request.adapter is not None) or request.checkpoint == blocked.checkpoint:
@@ -527,7 +530,7 @@ class Scheduler:
         if self.options.admission == "optimistic":
             tokens = min(tokens, request.num_prompt_tokens + self._lookahead)
         needed = self.pages_for(request, tokens)
-        if tables.shares:  # pages of a prefix are shared, not copied
+        if tables.shares:  # else a prefix is copied from its pages, and needs as many again
             needed -= len(prefix_pages)
         if needed > tables.pool.num_available:
             tables.pool.release(prefix_pages)
@@ -580,10 +583,12 @@ class Scheduler:
             assert claimed, "`_must_wait` was called for this request"
 
     def _publish(self, request: Scheduled) -> list[tuple[Scheduled, int, list[int]]]:
+        """Make the complete chunks of a prompt reusable; return what `computed` does."""
         tables = self.tables
+        chunk_size = self.options.chunk_size
         copies = []
-        per_chunk = self.tables.chunk_pages(self.options.chunk_size)
-        num_complete = min(request.num_computed // self.options.chunk_size, len(request.prefix))
+        per_chunk = tables.chunk_pages(chunk_size)
+        num_complete = min(request.num_computed // chunk_size, len(request.prefix))
         for number in range(request.published, num_complete):
             key = request.prefix[number]
             if tables.shares:
@@ -591,18 +596,20 @@ class Scheduler:
             elif not tables.pool.holds(key):
                 # A chunk is found through the chunks before it, so its pages must not evict any of those.
                 parents = tables.pool.find(request.prefix[:number])
+                # Left out: a chunk that could not be found, and one for whose copy no pages are free.
                 if len(parents) < number * per_chunk or tables.pool.num_available < per_chunk:
                     tables.pool.release(parents)
                     continue
                 pages = tables.pool.allocate(per_chunk)
                 tables.pool.publish(key, pages)
                 self._parents[pages[0]] = parents
-                copies.append((request, number * self.options.chunk_size, pages))
+                copies.append((request, number * chunk_size, pages))
         request.published = num_complete
         return copies
 
     def _insert(self, request: Scheduled) -> None:
         self._running.append(request)
+        # Most arrive in order; one of a higher priority, or that was swapped in, belongs before others.
         if len(self._running) > 1 and self._running[-2].order > request.order:
             self._running.sort(key=_order)
 

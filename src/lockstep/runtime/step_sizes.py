@@ -97,16 +97,20 @@ class _Alone:
 
 
 def _agree(model: Model, size: int, expected: list[_Alone]) -> Iterator[bool]:
-    """Yield whether each row of steps of a size agrees: in a prefill step, a decode step, and a step of both."""
+    """Yield whether each row of steps of a size agrees: in a prefill step, a decode step, and a step of both.
+
+    Neighbours have different prompts, so that a row that got another's result is seen.
+    """
     rows = [expected[slot % 2] for slot in range(size)]
     length = len(rows[0].prompt)
     limit = model.max_num_tokens or size * length
     prompts = [Advance(slot, row.prompt, 0) for slot, row in enumerate(rows)]
-    for first in range(0, size, limit // length):
+    for first in range(0, size, limit // length):  # as many prompts as a step has room for
         part = slice(first, first + limit // length)
         yield from _same(model.step(prompts[part]), [row.bits[0] for row in rows[part]])
     decoding = [Advance(slot, row.prompt[:1], length) for slot, row in enumerate(rows)]
     yield from _same(model.step(decoding), [row.bits[1] for row in rows])
+    # The last slot begins its prompt anew while the others decode.
     last = size - 1
     if last and last + length <= limit:
         mixed = [Advance(slot, row.prompt[:1], length + 1) for slot, row in enumerate(rows[:last])]

@@ -97,6 +97,7 @@ class Pieces:
     def unfinished(self, context: Sequence[int] | np.ndarray) -> bytes:
         """Return the bytes of an incomplete character at the end of a context."""
         tail = b""
+        # Only the end of a long prompt is looked at.
         for token in reversed(context):
             if len(tail) >= _MAX_CHARACTER_BYTES - 1:
                 break
@@ -112,6 +113,7 @@ class Pieces:
         """Return what a token adds after itself, from the text of the token, and the text of it twice."""
         if _UNDECODED not in alone:
             return twice[len(alone) :].encode()
+        # Decoded alone, part of a character is a replacement character: its bytes stand in the token's name.
         name = self._library.id_to_token(token)
         if byte := _BYTE_NAME.fullmatch(name):
             raw = bytes([int(byte[1], 16)])
@@ -119,7 +121,7 @@ class Pieces:
             raw = bytes(_BYTES[character] for character in name)
         else:
             return alone.encode()
-        if raw.decode(errors="replace") != alone:
+        if raw.decode(errors="replace") != alone:  # the name only looks like bytes
             return alone.encode()
         return raw
 
@@ -164,8 +166,8 @@ class TextStream:
         self._previous = next((token for token in backwards if not pieces.is_silent(token)), None)
         unfinished = pieces.unfinished(context)
         self._decoder.decode(unfinished)
-        # Bytes of the first character that are part of the context's text already.
-        self._shown_bytes = b"" if owed else unfinished
+        # Bytes of the answer's first character that the context's text shows already, as replacement characters.
+        self._context_bytes = b"" if owed else unfinished
 
     def push(self, token: int) -> str:
         """Return the text that this token completes; empty in the middle of a character."""
@@ -185,10 +187,10 @@ class TextStream:
 
     def _new(self, text: str) -> str:
         """Remove what the context's text has already shown of an incomplete character."""
-        shown = self._shown_bytes
-        if not shown or not text:
+        unfinished = self._context_bytes
+        if not unfinished or not text:
             return text
-        self._shown_bytes = b""
-        if text[0].encode().startswith(shown):
+        self._context_bytes = b""
+        if text[0].encode().startswith(unfinished):  # the answer completes the character: it is all the answer's
             return text
-        return text[len(shown.decode(errors=self._pieces.errors)) :]
+        return text[len(unfinished.decode(errors=self._pieces.errors)) :]

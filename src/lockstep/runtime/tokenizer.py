@@ -159,7 +159,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _max_token_characters(self) -> int | None:
-        """Return `_longest_token` of this tokenizer. Only servers need it, and it takes 80 ms for 65,000 tokens."""
+        """Return `_longest_token` of this tokenizer, on first use: only servers need it, and it takes 80 ms."""
         with _one_line(f"{self.path}: expected a tokenizer.json, found "):
             return _longest_token(json.loads(self._tokenizer.to_str()))
 

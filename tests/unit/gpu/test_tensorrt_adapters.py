@@ -74,7 +74,7 @@ def test_requests_of_several_adapters_in_one_batch_are_those_of_onnx_runtime(
         for first, other in zip(expected, logits_of(model, requests()), strict=True):
             np.testing.assert_allclose(other, first, rtol=0, atol=TOLERANCE[form[1]])
     assert model.adapters is not None and model.adapters.residency.loads > 4
-    assert (model.adapters.adapter_slots == -1).all()
+    assert (model.adapters.residency.places == -1).all()
 
 
 class Forced:

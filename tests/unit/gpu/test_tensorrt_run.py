@@ -34,10 +34,10 @@ from lockstep.runtime import (
     Request,
     Sampling,
     Tokenizer,
+    engine_core,
     generate,
     scheduler,
 )
-from lockstep.runtime import engine as engine_module
 from lockstep.runtime.grammar import Grammar
 from lockstep.step.logits_pipeline import Sampler, log_probabilities
 from lockstep.targets import Target
@@ -533,7 +533,7 @@ def test_each_step_is_begun_once_before_the_tokens_of_the_one_before_with_the_pr
 
 def test_the_wait_for_a_request_behind_a_stop_token_is_no_time_of_a_step(open_model, form, gpu, monkeypatch):
     clock = [1.0]
-    monkeypatch.setattr(engine_module.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(engine_core.time, "perf_counter", lambda: clock[0])
     model = open_model()
     engine = Engine(model)
     (first, *_) = tokens_of(engine, [Request(np.arange(9), 4)])[0, 0]

@@ -92,7 +92,7 @@ def test_a_request_has_the_same_bits_alone_in_a_batch_and_in_any_slot(lora: Resu
     for first, *other_rows in zip(together, turned, alone):
         assert all(np.array_equal(first, other) for other in other_rows)
     assert model.adapters is not None and model.adapters.residency.loads > 3
-    assert (model.adapters.adapter_slots == -1).all()
+    assert (model.adapters.residency.places == -1).all()
 
 
 def test_a_request_without_adapter_has_the_bits_of_the_model_without_adapters(demo: Results, lora: Results) -> None:
@@ -154,7 +154,7 @@ def test_a_reused_prefix_a_fork_and_a_swap_keep_the_adapters_bits(
         for output in engine.run(requests):
             answers.setdefault((output.request, output.choice), []).append(output.token)
         engine.scheduler.check()
-        assert model.adapters is not None and (model.adapters.adapter_slots == -1).all()
+        assert model.adapters is not None and (model.adapters.residency.places == -1).all()
         return answers, engine
 
     alone = {}

@@ -13,8 +13,7 @@ from engine_steps import CHUNK, argmax, ids, open_model, with_logits
 from lockstep.artifacts.weights import WeightsManifest
 from lockstep.checkpoint import resolve
 from lockstep.errors import InputError
-from lockstep.runtime import Advance, Engine, Model, ModelOptions, Request, Sampling, scheduler
-from lockstep.runtime import engine as engine_module
+from lockstep.runtime import Advance, Engine, Model, ModelOptions, Request, Sampling, engine_core, scheduler
 from lockstep.runtime.grammar import Grammar
 from lockstep.runtime.prefix import root_key
 from lockstep.step.host import HostExecutor
@@ -452,7 +451,7 @@ def test_a_prefix_that_cannot_be_copied_leaves_the_pool_whole(demo, method, monk
 
 
 def test_salts_that_come_once_are_not_kept_for_ever(model, monkeypatch):
-    monkeypatch.setattr(engine_module, "MAX_ROOT_KEYS", 3)
+    monkeypatch.setattr(engine_core, "MAX_ROOT_KEYS", 3)
     engine = Engine(model)
     for number in range(9):
         list(engine.run([Request(ids(70), 1, cache_salt=str(number))]))
@@ -484,7 +483,7 @@ def test_pages_that_are_short_are_one_line_before_the_step_and_change_nothing(de
         ({"prompt_ids": [5, 768 * 9]}, "^prompt_ids: expected token ids 0 to [0-9]+, found 6912"),
         ({"n": 0}, "^n: expected 1 to 4 choices .max_batch_size., found 0"),
         ({"n": 5}, "n: expected 1 to 4 choices .max_batch_size., found 5"),
-        ({"answer_ids": [1, 2, 3]}, "answer_ids: expected fewer than max_new_tokens .3., .* found 3 and n 1"),
+        ({"answer_ids": [1, 2, 3]}, "answer_ids: expected fewer than max_new_tokens .3., found 3"),
         ({"answer_ids": [-1]}, "answer_ids: expected token ids 0 to [0-9]+, found -1"),
         ({"prompt_ids": "text"}, "prompt_ids: expected a list of token ids, found 'text'"),
         ({"prompt_ids": None}, "prompt_ids: expected a list of token ids, found 'None'"),

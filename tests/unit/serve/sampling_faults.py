@@ -17,7 +17,7 @@ from unittest import mock
 
 import numpy as np
 
-from lockstep.runtime import active_choice, bad_words, completion, engine, text_stream
+from lockstep.runtime import active_choice, bad_words, completion, engine, engine_core, text_stream
 from lockstep.runtime.grammar import matcher
 from lockstep.step import logits_pipeline, sampling
 from lockstep.step.noise import Draw
@@ -121,7 +121,7 @@ IN_ENGINE: dict[str, Fault] = {
     "log-probabilities of changed logits": _patch(
         logits_pipeline, "log_probabilities", lambda right, row, token, count: right(row / 2, token, count)
     ),
-    "log-probabilities of a prompt 0.1 off": _patch(engine, "log_probabilities", _less_likely),
+    "log-probabilities of a prompt 0.1 off": _patch(engine_core, "log_probabilities", _less_likely),
     "grammar ignored": _patch(matcher.Matcher, "allowed", lambda right, self, ends: np.ones(self._vocab_size, bool)),
     "answers end early": _patch(
         active_choice.ActiveChoice, "next_token", lambda right, *arguments: _ended(right(*arguments))

@@ -57,13 +57,13 @@ class Compiler:
         self._eos_token_ids = eos_token_ids
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._outcomes: collections.deque[tuple[int, Matcher | str]] = collections.deque()
-        self._open: set[int] = set()  # keys whose outcome is awaited
-        self._came = threading.Event()
+        self._awaited: set[int] = set()  # keys
+        self._has_outcome = threading.Event()
         self._lock = threading.Lock()
         self._text: str | None = None
         self._tokenizer: Any = None
         self._compiled: dict[Grammar, Any] = {}  # llguidance's matchers, at the start; the last used last
-        self._masks: ThreadPoolExecutor | None = None
+        self._mask_threads: ThreadPoolExecutor | None = None
         self._num_workers = 0
 
     def submit(self, key: int, grammar: Grammar, answer_ids: Sequence[int] = ()) -> None:
@@ -71,41 +71,41 @@ class Compiler:
 
         answer_ids: tokens that the answer has already.
         """
-        self._open.add(key)
+        self._awaited.add(key)
         self._jobs.put(_Job(key, grammar, answer_ids))
-        if self._num_workers < min(_WORKERS, len(self._open)):
+        if self._num_workers < min(_WORKERS, len(self._awaited)):
             self._num_workers += 1
-            before = threading.stack_size(_STACK)
+            before = threading.stack_size(_STACK)  # for threads that start from here on
             # A daemon: nobody waits for it when the process ends.
             threading.Thread(target=self._work, name="grammars", daemon=True).start()
             threading.stack_size(before)
 
     def forget(self, key: int) -> None:
-        self._open.discard(key)
+        self._awaited.discard(key)
 
     def poll(self) -> list[tuple[int, Matcher | str]]:
         """Return the outcomes that have come, by key.
 
         Each is the matcher after its answer_ids, or one line that says why the grammar was rejected.
         """
-        self._came.clear()
+        self._has_outcome.clear()
         outcomes = []
         while self._outcomes:
             key, outcome = self._outcomes.popleft()
-            if key in self._open:
-                self._open.discard(key)
+            if key in self._awaited:
+                self._awaited.discard(key)
                 outcomes.append((key, outcome))
         return outcomes
 
     def wait(self, seconds: float) -> None:
-        self._came.wait(seconds)
+        self._has_outcome.wait(seconds)
 
     def _work(self) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICE)
         trial: TrialProcess | None = None
         while True:
             job = self._jobs.get()
-            if job.key not in self._open:
+            if job.key not in self._awaited:
                 continue
             try:
                 tokenizer = self._load()
@@ -119,7 +119,7 @@ class Compiler:
             except BaseException as error:  # a panic of its Rust code is no Exception; the worker goes on
                 outcome = f"{job.grammar.name}: expected a grammar that compiles, found {type(error).__name__}"
             self._outcomes.append((job.key, outcome))
-            self._came.set()
+            self._has_outcome.set()
 
     def _load(self) -> Any:
         with self._lock:
@@ -130,26 +130,26 @@ class Compiler:
                 except (OSError, UnicodeDecodeError) as error:
                     raise Refusal(f"a tokenizer at {path}, found none that can be read: {error}") from None
                 self._tokenizer = open_tokenizer(self._text, self._vocab_size, self._eos_token_ids)
-                self._masks = ThreadPoolExecutor(2, "masks")
+                self._mask_threads = ThreadPoolExecutor(2, "masks")
             return self._tokenizer
 
     def _matcher(self, tokenizer: Any, trial: TrialProcess, job: _Job) -> Matcher:
-        assert self._masks is not None
-        start = self._at_start(tokenizer, trial, job.grammar)
-        with self._lock:
+        assert self._mask_threads is not None
+        start = self._compile_cached(tokenizer, trial, job.grammar)
+        with self._lock:  # two threads must not copy one matcher at once
             matcher = start.deep_copy()
         if job.answer_ids and not matcher.consume_tokens(list(job.answer_ids)):
             raise Refusal("answer_ids that the grammar allows, found others")
-        return Matcher(matcher, self._vocab_size, self._masks)
+        return Matcher(matcher, self._vocab_size, self._mask_threads)
 
-    def _at_start(self, tokenizer: Any, trial: TrialProcess, grammar: Grammar) -> Any:
+    def _compile_cached(self, tokenizer: Any, trial: TrialProcess, grammar: Grammar) -> Any:
         """Return the matcher of a grammar at its start, which is copied and does not change."""
         start = self._compiled.get(grammar)
         if start is None:
             trial.check(grammar.kind, grammar.text, self._seconds, grammar.around)
             start = compiled(tokenizer, grammar.kind, grammar.text, grammar.around)
         with self._lock:
-            self._compiled.pop(grammar, None)
+            self._compiled.pop(grammar, None)  # to the end: the least recently used one comes first
             self._compiled[grammar] = start
             num_characters = sum(len(cached.text) for cached in self._compiled)
             while num_characters > _MAX_CACHED and len(self._compiled) > 1:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
-
-from lockstep.runtime.grammar import Grammar
 
 End = Literal["grammar_end", "grammar_error"]
 
@@ -20,13 +18,13 @@ class Matcher:
     30 ms for a grammar that is made to be slow.
     """
 
-    def __init__(self, matcher: Any, vocab_size: int, masks: ThreadPoolExecutor):
+    def __init__(self, matcher: Any, vocab_size: int, mask_threads: ThreadPoolExecutor):
         """Take over llguidance's `matcher`, and compute the first mask."""
         self._matcher = matcher
         self._vocab_size = vocab_size
-        self._masks = masks
+        self._mask_threads = mask_threads
         self._mask: bytes = matcher.compute_bitmask()
-        self._coming: Future[bytes] | None = None
+        self._next_mask: Future[bytes] | None = None
 
     def fork(self) -> Matcher:
         """Return a matcher of another answer, in the state of this one."""
@@ -34,9 +32,9 @@ class Matcher:
         other = object.__new__(Matcher)
         other._matcher = self._matcher.deep_copy()
         other._vocab_size = self._vocab_size
-        other._masks = self._masks
+        other._mask_threads = self._mask_threads
         other._mask = self._mask
-        other._coming = None
+        other._next_mask = None
         return other
 
     def allowed(self, end_ids: Collection[int]) -> np.ndarray | None:
@@ -65,14 +63,14 @@ class Matcher:
             return "grammar_error"
         if self._matcher.is_stopped():
             return "grammar_end"
-        self._coming = self._masks.submit(self._matcher.compute_bitmask)
+        self._next_mask = self._mask_threads.submit(self._matcher.compute_bitmask)
         return None
 
     def _wait(self) -> None:
         """Wait for the mask: llguidance's matcher is not for two threads at once."""
-        if self._coming is not None:
-            self._mask = self._coming.result()
-            self._coming = None
+        if self._next_mask is not None:
+            self._mask = self._next_mask.result()
+            self._next_mask = None
 
 
 class ForcedTokens:
@@ -96,22 +94,3 @@ class ForcedTokens:
         """Go on to the next token."""
         self._token = next(self._tokens, -1)
         return None
-
-
-class GrammarCompiler(Protocol):
-    """Compiles the grammars of an engine's requests: `compiler.Compiler`.
-
-    An engine without one takes no request with a grammar.
-    """
-
-    def submit(self, key: int, grammar: Grammar, answer_ids: Sequence[int] = ()) -> None:
-        """Begin with a grammar. answer_ids: tokens that its answer has already."""
-
-    def forget(self, key: int) -> None:
-        """Drop a grammar whose request has ended."""
-
-    def poll(self) -> list[tuple[int, Matcher | str]]:
-        """Return the outcomes by key: the matcher, or why the grammar was rejected."""
-
-    def wait(self, seconds: float) -> None:
-        """Wait at most `seconds` for an outcome."""

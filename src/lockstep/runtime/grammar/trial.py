@@ -39,7 +39,11 @@ class TrialProcess:
     """A child process that compiles grammars, and its limits. Not thread-safe."""
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: Sequence[int]):
-        self._terms = {"tokenizer": tokenizer, "vocab_size": vocab_size, "eos_token_ids": list(eos_token_ids)}
+        self._tokenizer_request = {
+            "tokenizer": tokenizer,
+            "vocab_size": vocab_size,
+            "eos_token_ids": list(eos_token_ids),
+        }
         self.process: subprocess.Popen[bytes] | None = None
 
     def check(self, kind: str, text: str, seconds: float, around: str = "") -> None:
@@ -53,7 +57,7 @@ class TrialProcess:
                 env=environment(),
             )
             try:
-                self._ask(self._terms, _START)
+                self._ask(self._tokenizer_request, _START)
             except Refusal:
                 self.close()
                 raise
@@ -65,12 +69,12 @@ class TrialProcess:
             self.process.communicate()
             self.process = None
 
-    def _ask(self, question: Mapping[str, Any], seconds: float) -> None:
+    def _ask(self, request: Mapping[str, Any], seconds: float) -> None:
         assert self.process is not None and self.process.stdin is not None and self.process.stdout is not None
         end = time.monotonic() + seconds
         answer = b""
         try:
-            self.process.stdin.write(json.dumps(question).encode() + b"\n")
+            self.process.stdin.write(json.dumps(request).encode() + b"\n")
             self.process.stdin.flush()
             poll = select.poll()  # `select.select` is not for descriptors from 1,024 on
             poll.register(self.process.stdout, select.POLLIN)
@@ -175,13 +179,15 @@ def _main() -> None:
                 # In case the parent dies, and cannot end this process.
                 used = resource.getrusage(resource.RUSAGE_SELF)
                 _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime + request["seconds"]) + 2)
-                _try(tokenizer, request, answer)
+                _compile(tokenizer, request, answer)
         except Refusal as refusal:
             answer["error"] = str(refusal)
         print(json.dumps(answer), flush=True)
 
 
-def _try(tokenizer: Any, request: Mapping[str, Any], answer: dict[str, str]) -> None:
+def _compile(tokenizer: Any, request: Mapping[str, Any], answer: dict[str, str]) -> None:
+    """Compile a grammar in a thread, whose stack is smaller than those of the engine's threads; sets the error."""
+
     def work() -> None:
         try:
             matcher = compiled(tokenizer, request["kind"], request["text"], request["around"])
