@@ -159,4 +159,4 @@ def test_a_model_that_is_opened_by_its_targets_name_has_its_adapters(results: Re
     model = open_model(f"{TARGET}/onnxruntime", results.root)
     model.set_adapter(0, "captain")
     assert model.adapters is not None and sorted(model.adapters.loaded) == ["captain", "shakespeare"]
-    assert model.adapters.nbytes > 0 and np.array_equal(model.adapters.adapter_slots[:2], [0, -1])
+    assert model.adapters.nbytes > 0 and np.array_equal(model.adapters.residency.places[:2], [0, -1])
