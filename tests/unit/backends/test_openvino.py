@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from checkpoints import error_of
 from demo_model import CONFIG, DEMO, LIMITS
@@ -41,6 +42,9 @@ from lockstep.artifacts.files import sha256_file, write_json
 from lockstep.artifacts.places import FileEntry
 from lockstep.backends import EngineSet, build, get_backend
 from lockstep.backends.openvino import cpu
+from lockstep.backends.openvino.ir import to_bytes
+from lockstep.backends.openvino.passes import Weight
+from lockstep.backends.openvino.quantized import compress
 from lockstep.checkpoint import resolve
 from lockstep.cli.main import main
 from lockstep.config import load
@@ -310,6 +314,37 @@ def test_activations_of_a_product_have_16_bits(tmp_path, bits, group):
     if backend.batch_invariant:
         for row in range(rows):
             assert np.array_equal(multiplied(hidden[row : row + 1])[0], actual[row])
+
+
+@pytest.mark.parametrize("combine, factors", [("divide", 3.0), ("multiply", np.linspace(1, 2, 40, dtype=np.float32))])
+def test_a_product_that_is_scaled_keeps_its_weight_compressed(tmp_path, combine, factors):
+    """As of Gemma 2's soft cap, Granite's residuals, Cohere's logits."""
+    random = np.random.default_rng(0)
+    data = random.integers(0, 256, (40, 2, 16), np.uint8)
+    scales = random.random((40, 2), np.float32)
+    opset = openvino.opset13
+    x = opset.parameter([-1, 32], np.float32)
+    full = opset.parameter([40, 32], np.float32)
+    scaled = getattr(opset, combine)(opset.matmul(x, full, False, True), np.float32(factors))
+    for value, name in ((x, "x"), (full, "full"), (scaled, "y")):
+        value.output(0).set_names({name})
+    model = openvino.Model([scaled], [x, full])
+    slots = [IO_of("w.data", data), IO_of("w.scales", scales)]
+    compress(model, [Weight(*(ir.Value(name=slot.name) for slot in slots), 40, 32, 16, 8, "full")])
+    path = tmp_path / "product.ir.zip"
+    path.write_bytes(to_bytes(model, tmp_path))
+    weights = {"w.data": data, "w.scales": scales}
+    run = get_backend(BACKEND).load(path, slots, 1, False).bind(weights, {name: [name] for name in weights})
+    nodes = run.compiled.get_runtime_model().get_ordered_ops()
+    connected = [node for node in nodes if node.get_rt_info()["layerType"].astype(str) == "FullyConnected"]
+    assert [node.input_value(1).get_element_type().to_string() for node in connected] == ["u8"]
+    hidden = random.standard_normal((3, 32), np.float32)
+    actual = np.empty((3, 40), np.float32)
+    run.prepare({"x": hidden}, {"y": actual})()
+    exact = hidden @ dequantize(data, scales, 16).T
+    expected = exact / factors if combine == "divide" else exact * factors
+    error = np.abs(actual - expected).max() / np.abs(expected).max()
+    assert 1e-4 < error < 2e-2  # activations have 8 bits
 
 
 def IO_of(name: str, array: np.ndarray) -> Any:

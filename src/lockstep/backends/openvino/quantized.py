@@ -47,12 +47,44 @@ def compress(model: Any, weights: list[Weight]) -> None:
             middle = np.array([1 << weight.bits - 1], np.uint8)
             zero = openvino.op.Constant(tensor_on(middle, [1, 1, 1], kind), False)
             number = _opset.subtract(_to_float(data), _to_float(zero))
-            factor = scales
+            factor = _with_output_factor(scales, full)
         shape = np.array([weight.rows, weight.columns], np.int64)
         dequantized = _opset.reshape(_opset.multiply(number, factor), shape, False)
         model.add_parameters([data, scales])
         replace(full.output(0), dequantized.output(0))
         model.remove_parameter(full)
+
+
+def _with_output_factor(scales: Any, weight: Any) -> Any:
+    """Return the scales with the constant by which outputs of the weight's product are multiplied or divided.
+
+    OpenVINO would multiply the whole weight by it: the weight would become float32, and activations stay unrounded.
+    """
+    product = _only_reader(weight)
+    if product is None or product.get_type_name() != "MatMul":
+        return scales
+    scaling = _only_reader(product)
+    if scaling is None or scaling.get_type_name() not in ("Multiply", "Divide"):
+        return scales
+    place = [scaling.input_value(index).get_node() for index in (0, 1)].index(product)
+    constant = scaling.input_value(1 - place).get_node()
+    is_constant = constant.get_type_name() == "Constant"
+    if not is_constant or (place and scaling.get_type_name() == "Divide"):
+        return scales
+    factors = constant.data.reshape(-1)  # one, or one for each output
+    if len(factors) != 1 and constant.data.shape[-1:] != (scales.shape[0],):
+        return scales
+    replace(scaling.output(0), product.output(0))
+    combine = {"Multiply": _opset.multiply, "Divide": _opset.divide}[scaling.get_type_name()]
+    return combine(scales, factors[:, None, None])
+
+
+def _only_reader(node: Any) -> Any:
+    """Return the node that reads a node's output; None if several do."""
+    readers = [target.get_node() for target in node.output(0).get_target_inputs()]
+    if len(readers) != 1:
+        return None
+    return readers[0]
 
 
 def group_size(model: Any) -> int:
