@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from benchmarks.decode import prepare
+from benchmarks.engine_sets import make_engines
 from benchmarks.published import FAMILIES
 from tests import lifelike
 
@@ -69,7 +69,7 @@ def test_free_tokens_are_those_of_transformers(family, tmp_path):
     ids[0] = lifelike.first_token(reference)
     expected, margins = _of_transformers(reference, ids)
     del reference
-    paths = prepare(folder, "fp32", tmp_path)
+    paths = make_engines(folder, "fp32", tmp_path)
     model = Model.open(
         paths["engines"],
         paths["assembly"],
