@@ -25,20 +25,20 @@ inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 
 template <typename T> T load_relaxed(const T* from) { return *from; }
 template <typename T> T load_constant(const T* from) { return *from; }
-template <typename T> T load_fresh(const T* from) { return *from; }
+template <typename T> T load_cg(const T* from) { return *from; }
 inline Words4 loaded(const void* from, bool in, int bytes) {
     Words4 piece = {{0, 0, 0, 0}};
     if (in) memcpy(&piece, from, bytes);
     return piece;
 }
-inline Words4 load_piece(const void* from, bool in) { return loaded(from, in, 16); }
-inline Words4 load_eight(const void* from, bool in) { return loaded(from, in, 8); }
-inline int arrive(int* counter) { return (*counter)++; }
-inline float power(float x) { return exp2f(x); }
+inline Words4 load_16(const void* from, bool in) { return loaded(from, in, 16); }
+inline Words4 load_8(const void* from, bool in) { return loaded(from, in, 8); }
+inline int atomic_increment(int* counter) { return (*counter)++; }
+inline float exp2_approx(float x) { return exp2f(x); }
 inline float low_of(unsigned pair) { return number_of_half(pair & 0xffff); }
 inline float high_of(unsigned pair) { return number_of_half(pair >> 16); }
-inline unsigned times(unsigned pair, unsigned other) { return pack(low_of(pair) * low_of(other), high_of(pair) * high_of(other)); }
-inline void multiply(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+inline unsigned hmul2(unsigned pair, unsigned other) { return pack(low_of(pair) * low_of(other), high_of(pair) * high_of(other)); }
+inline void mma(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
     const int base = threadIdx.x / 32 * 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const unsigned rows[4] = {a0, a1, a2, a3}, columns[2] = {b0, b1};
     for (int k = 0; k < 4; ++k)

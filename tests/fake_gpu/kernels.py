@@ -63,7 +63,7 @@ def _with_rope(gpu: Gpu, k: SimpleNamespace, x: np.ndarray, positions: np.ndarra
     shape = (int(positions.max()) - low + 1, tables, k.DIM)
     first_weight, other = (
         gpu.array(table + low * tables * k.DIM * 4, shape, "f4")[positions - low][:, number, None]
-        for table in (k.own, k.other)
+        for table in (k.first_weight, k.second_weight)
     )
     return (x[:, :, first] * first_weight + x[:, :, second] * other).astype(NUMBERS[k.KIND])
 
@@ -76,17 +76,17 @@ def apply_rope(gpu: Gpu, tokens: int, k: SimpleNamespace) -> None:
     kind = NUMBERS[k.KIND]
     heads = k.KV_HEADS * k.GROUP
     if (
-        any(address % 16 for address in (k.query, k.key, k.value, k.query_out, k.keys, k.values, k.own, k.other))
+        any(address % 16 for address in (k.q, k.k, k.v, k.q_out, k.k_cache, k.v_cache, k.first_weight, k.second_weight))
         or k.DIM % 8
         or k.VALUE_DIM % 8
     ):
         raise Fault("apply_rope: arrays or heads that are not made of 16 bytes")
     query, key = (
         gpu.array(address, (tokens, count, dim), dtype)[..., : k.DIM].astype(np.float32)
-        for address, count, dim in ((k.query, heads, k.DIM + k.SINKS), (k.key, k.KV_HEADS, k.DIM))
+        for address, count, dim in ((k.q, heads, k.DIM + k.SINKS), (k.k, k.KV_HEADS, k.DIM))
     )
-    value = gpu.array(k.value, (tokens, k.KV_HEADS, k.VALUE_DIM), kind)
-    out = gpu.array(k.query_out, (tokens, heads, k.DIM), kind)
+    value = gpu.array(k.v, (tokens, k.KV_HEADS, k.VALUE_DIM), kind)
+    out = gpu.array(k.q_out, (tokens, heads, k.DIM), kind)
     out[:] = _with_rope(gpu, k, query, positions, False)
     with_rope = _with_rope(gpu, k, key, positions, True)
     if not k.FP8:  # whose cache `write_pages` writes
@@ -100,8 +100,8 @@ def _write_pages(
 
     @functools.cache
     def pages_at(place: int) -> tuple[Page, Page]:
-        page = int(gpu.array(k.pages + place * 4, (1,), "i4")[0])
-        return Page(gpu, k, k.keys, page, k.DIM), Page(gpu, k, k.values, page, k.VALUE_DIM)
+        page = int(gpu.array(k.page_table + place * 4, (1,), "i4")[0])
+        return Page(gpu, k, k.k_cache, page, k.DIM), Page(gpu, k, k.v_cache, page, k.VALUE_DIM)
 
     for token, (row, position) in enumerate(zip(rows.tolist(), positions.tolist())):
         if row < 0:
@@ -146,8 +146,8 @@ def write_pages(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
     dtype = NUMBERS[k.QK_KIND]
     rows = gpu.array(k.rows, (tokens,), "i4")
     positions = _integers(gpu, k.positions, k.WIDE, tokens)
-    key = gpu.array(k.key, (tokens, k.KV_HEADS, k.DIM), dtype).astype(np.float32)
-    value = gpu.array(k.value, (tokens, k.KV_HEADS, k.VALUE_DIM), NUMBERS[k.KIND])
+    key = gpu.array(k.k, (tokens, k.KV_HEADS, k.DIM), dtype).astype(np.float32)
+    value = gpu.array(k.v, (tokens, k.KV_HEADS, k.VALUE_DIM), NUMBERS[k.KIND])
     _write_pages(gpu, k, rows, positions, _with_rope(gpu, k, key, positions, True), value)
 
 
@@ -155,9 +155,9 @@ def read_pages(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
     """What Fp8Pages.read says."""
     requests = blocks // k.KV_HEADS // k.pages_per_row
     kind = NUMBERS[k.KIND]
-    table = gpu.array(k.table, (requests, k.pages_per_row), "i4")
+    table = gpu.array(k.page_table, (requests, k.pages_per_row), "i4")
     lengths = gpu.array(k.lengths, (requests,), "i4")
-    for cache, out, dim in ((k.keys, k.keys_out, k.DIM), (k.values, k.values_out, k.VALUE_DIM)):
+    for cache, out, dim in ((k.k_cache, k.k_out, k.DIM), (k.v_cache, k.v_out, k.VALUE_DIM)):
         pages = gpu.array(out, (requests, k.pages_per_row, k.KV_HEADS, k.PAGE, dim), kind)
         for request, tokens in enumerate(lengths.tolist()):
             for number in range(-(-tokens // k.PAGE)):
@@ -170,13 +170,13 @@ def decode_attention(gpu: Gpu, shares: int, k: SimpleNamespace) -> None:
     _, blocks, requests = k.grid
     rows = gpu.array(k.rows, (requests,), "i4")
     positions = _integers(gpu, k.positions, k.WIDE, requests)
-    table = gpu.array(k.pages, (max(rows.max() + 1, 1) if k.BY_ROW else requests, k.pages_per_row), "i4")
+    table = gpu.array(k.page_table, (max(rows.max() + 1, 1) if k.BY_ROW else requests, k.pages_per_row), "i4")
     dtype = NUMBERS[k.QK_KIND]
     kind = NUMBERS[k.KIND]
     heads = k.KV_HEADS * k.GROUP
     if blocks != k.KV_HEADS * -(-k.GROUP // k.HEADS) or shares not in (1, 2, 4, 8, 16):
         raise Fault(f"decode_attention: a grid of {k.grid}")
-    if any(address % 16 for address in (k.value, k.out, k.keys, k.values, k.partials)):
+    if any(address % 16 for address in (k.v, k.out, k.k_cache, k.v_cache, k.partials)):
         raise Fault("decode_attention: an array that is not aligned to 16 bytes")
     parts = requests * blocks * 16 * k.HEADS if shares > 1 else 1
     gpu.array(k.partials, (parts * k.VALUE_DIM,), "f4")[:] = gpu.array(k.stats, (parts * 2,), "f4")[:] = np.nan
@@ -184,10 +184,10 @@ def decode_attention(gpu: Gpu, shares: int, k: SimpleNamespace) -> None:
         raise Fault("decode_attention: counters that are not 0")
     query, key = (
         gpu.array(address, (requests, count, dim), dtype).astype(np.float32)
-        for address, count, dim in ((k.query, heads, k.DIM + k.SINKS), (k.key, k.KV_HEADS, k.DIM))
+        for address, count, dim in ((k.q, heads, k.DIM + k.SINKS), (k.k, k.KV_HEADS, k.DIM))
     )
     query, sinks = query[..., : k.DIM], query[..., k.DIM :].reshape(requests, k.KV_HEADS, k.GROUP, k.SINKS)
-    value = gpu.array(k.value, (requests, k.KV_HEADS, k.VALUE_DIM), kind)
+    value = gpu.array(k.v, (requests, k.KV_HEADS, k.VALUE_DIM), kind)
     out = gpu.array(k.out, (requests, heads, k.VALUE_DIM), kind)
     out[:] = 0
     for request, (row, position) in enumerate(zip(rows.tolist(), positions.tolist())):
@@ -203,7 +203,7 @@ def decode_attention(gpu: Gpu, shares: int, k: SimpleNamespace) -> None:
             _with_rope(gpu, k, x[request : request + 1], at, is_key)[0] for x, is_key in ((query, False), (key, True))
         ]
         held = []
-        for new, cache, dim in ((with_rope[1], k.keys, k.DIM), (value[request], k.values, k.VALUE_DIM)):
+        for new, cache, dim in ((with_rope[1], k.k_cache, k.DIM), (value[request], k.v_cache, k.VALUE_DIM)):
             pages = [Page(gpu, k, cache, page, dim) for page in table[row, : position // k.PAGE + 1].tolist()]
             pages[-1].put(position % k.PAGE, new)
             # with a window of 0: all
@@ -510,11 +510,11 @@ def expert_products(gpu: Gpu, blocks: int, k: SimpleNamespace, name: str, form: 
     rows, outputs, columns, stages = map(int, form.split(",")[bits < 16 :][:4])
     kind_of_rows = NUMBERS[k.KIND]
     shared = max(stages * (rows * 16 + outputs * bits) * columns // 8, rows * (outputs + 8) * 2) if k.KIND else 0
-    if k.out_blocks != -(-k.out_features // outputs) or blocks % k.out_blocks or k.shared != shared:
+    if k.output_blocks != -(-k.out_features // outputs) or blocks % k.output_blocks or k.shared != shared:
         raise Fault(f"{name}: {blocks} blocks with {k.shared} bytes for {k.out_features} outputs")
     if k.in_features % (8 if bits == 16 else 32) or k.out_features % 8 or any(at % 16 for at in (k.weight, k.x, k.out)):
         raise Fault(f"{name}: {k.out_features} rows of {k.in_features} numbers")
-    for expert, first, count, _ in gpu.array(k.tiles, (blocks // k.out_blocks, 4), "i4").tolist():
+    for expert, first, count, _ in gpu.array(k.tiles, (blocks // k.output_blocks, 4), "i4").tolist():
         if not 0 <= count <= rows:
             raise Fault(f"{name}: a tile of {count} rows")
         if not count:
@@ -522,7 +522,7 @@ def expert_products(gpu: Gpu, blocks: int, k: SimpleNamespace, name: str, form: 
         weight = _of_expert(gpu, k, kind, bits, expert)
         for row in gpu.array(k.order + 4 * first, (count,), "i4").tolist():
             size = kind_of_rows.itemsize
-            x = gpu.array(k.x + row // k.sharing * k.in_features * size, (k.in_features,), kind_of_rows)
+            x = gpu.array(k.x + row // k.rows_per_input * k.in_features * size, (k.in_features,), kind_of_rows)
             out = gpu.array(k.out + row * k.out_features * size, (k.out_features,), kind_of_rows)
             out[:] = x.astype(np.float64) @ weight
 
@@ -532,7 +532,7 @@ def dense_products(gpu: Gpu, blocks: int, k: SimpleNamespace, name: str, form: s
     bits = int(name.split("_")[1])
     rows, outputs, columns, stages = map(int, form.split(",")[1:5])
     shared = max(stages * (rows * 16 + outputs * bits) * columns // 8, rows * (outputs + 8) * 2)
-    if k.out_blocks != -(-k.out_features // outputs) or blocks != k.out_blocks * -(-k.rows // rows):
+    if k.output_blocks != -(-k.out_features // outputs) or blocks != k.output_blocks * -(-k.rows // rows):
         raise Fault(f"{name}: {blocks} blocks for {k.rows} rows of {k.out_features} outputs")
     if k.shared != shared or k.KIND != 2:
         raise Fault(f"{name}: {k.shared} bytes of shared memory, numbers of kind {k.KIND}")
@@ -545,7 +545,7 @@ def dense_products(gpu: Gpu, blocks: int, k: SimpleNamespace, name: str, form: s
 def float32_products(gpu: Gpu, blocks: int, k: SimpleNamespace, name: str, form: str) -> None:
     """What float32_products.cu says of all rows and one weight, in float64."""
     rows, outputs, _ = map(int, form.split(","))
-    if k.out_blocks != -(-k.out_features // outputs) or blocks != k.out_blocks * -(-k.rows // rows):
+    if k.output_blocks != -(-k.out_features // outputs) or blocks != k.output_blocks * -(-k.rows // rows):
         raise Fault(f"{name}: {blocks} blocks for {k.rows} rows of {k.out_features} outputs")
     x = gpu.array(k.x, (k.rows, k.in_features), NUMBERS[k.KIND]).astype(np.float64)
     weight = gpu.array(k.weight, (k.out_features, k.in_features), "f4").astype(np.float64)
@@ -582,7 +582,7 @@ def few_rows_fp8(gpu: Gpu, blocks: int, k: SimpleNamespace, max_rows: int) -> No
         gpu.array(address, (rows, k.in_features), E4M3).astype(np.float64)
         for address, rows in ((k.x, k.rows), (k.weight, k.out_features))
     )
-    scales = gpu.array(k.steps, (k.rows, 1), "f4") * gpu.array(k.scales, (k.out_features,), "f4")
+    scales = gpu.array(k.row_scales, (k.rows, 1), "f4") * gpu.array(k.weight_scales, (k.out_features,), "f4")
     _store(gpu, k, x @ weight.T * scales)
 
 
@@ -605,7 +605,7 @@ def wgmma_fp8(gpu: Gpu, blocks: int, k: SimpleNamespace, pair: int, split: int) 
         gpu.array(map_[0], (rows, k.in_features), E4M3).astype(np.float64)
         for map_, rows in ((k.x, k.rows), (k.weight, k.out_features))
     )
-    scales = gpu.array(k.steps, (k.rows, 1), "f4") * gpu.array(k.scales, (k.out_features,), "f4")
+    scales = gpu.array(k.row_scales, (k.rows, 1), "f4") * gpu.array(k.weight_scales, (k.out_features,), "f4")
     _store(gpu, k, x @ weight.T * scales)
 
 

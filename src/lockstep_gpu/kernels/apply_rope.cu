@@ -15,9 +15,10 @@ __device__ __forceinline__ void put8(float* to, const float (&x)[8]) {
     ((Vec4*)to)[1] = Vec4{{x[4], x[5], x[6], x[7]}};
 }
 
-constexpr int QUERIES = KV_HEADS * GROUP * DIM / 8, KEYS = KV_HEADS * DIM / 8,
-              VALUES = KV_HEADS * VALUE_DIM / 8;             // pieces of 8 numbers that a token has
-constexpr int PIECES = QUERIES + (FP8 ? 0 : KEYS + VALUES);  // fp8_pages.cu writes the cache of fp8
+// Pieces of 8 numbers that a token has. The keys and values of an fp8 cache are written by fp8_pages.cu.
+constexpr int QUERIES = KV_HEADS * GROUP * DIM / 8;
+constexpr int KEYS = KV_HEADS * DIM / 8, VALUES = KV_HEADS * VALUE_DIM / 8;
+constexpr int PIECES = QUERIES + (FP8 ? 0 : KEYS + VALUES);
 
 __device__ __forceinline__ void load(float (&out)[8], const float* from) {
 #pragma unroll
@@ -38,36 +39,37 @@ __device__ __forceinline__ void load(float (&out)[8], const unsigned short* from
 
 // Blocks (token, slice of its pieces). A token of row -1 gets its RoPE, and is cached nowhere.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    apply_rope(const QK* query, const QK* key, const Bits* value, Bits* query_out, Bits* keys, Bits* values,
-               const float* own, const float* other, const int* partner, const int* rows, const void* positions,
-               const int* pages, int pages_per_row) {
+    apply_rope(const QK* q, const QK* k, const Bits* v, Bits* q_out, Bits* k_cache, Bits* v_cache,
+               const float* first_weight, const float* second_weight, const int* partner, const int* rows,
+               const void* positions, const int* page_table, int pages_per_row) {
     const long long token = blockIdx.x, position = integer(positions, WIDE, token);
     const int row = rows[token];
-    const long long page = row < 0 ? 0 : pages[row * pages_per_row + position / PAGE];
-    const long long place =
-        page * KV_HEADS * PAGE + position % PAGE;  // of the first head in the cache; the next one is PAGE further
+    const long long page = row < 0 ? 0 : page_table[row * pages_per_row + position / PAGE];
+    // The token's place in the cache of the first KV head, counted in tokens; that of the next head is PAGE further.
+    const long long place = page * KV_HEADS * PAGE + position % PAGE;
     for (int piece = blockIdx.y * THREADS + threadIdx.x; piece < PIECES; piece += gridDim.y * THREADS) {
         if (piece < QUERIES + KEYS) {
             const bool is_query = piece < QUERIES;
-            const int at = is_query ? piece : piece - QUERIES, head = at / (DIM / 8), j = at % (DIM / 8) * 8;
-            const QK* from = is_query ? query + (token * KV_HEADS * GROUP + head) * (DIM + SINKS)
-                                      : key + token * KEYS * 8 + head * DIM;
-            float x[8], owns[8], others[8];
+            const int at = is_query ? piece : piece - QUERIES, head = at / (DIM / 8), dim = at % (DIM / 8) * 8;
+            const QK* from =
+                is_query ? q + (token * KV_HEADS * GROUP + head) * (DIM + SINKS) : k + token * KEYS * 8 + head * DIM;
+            float x[8], first_weights[8], second_weights[8];
             if (SEPARATE || SINKS && is_query) {  // with a sink, heads do not begin where 16 bytes do
 #pragma unroll
-                for (int e = 0; e < 8; ++e) x[e] = number(from[first_of(partner, !is_query, j + e)]);
-            } else load(x, from + j);
-            load(owns, own + weights_of(position, !is_query) + j);
-            load(others, other + weights_of(position, !is_query) + j);
+                for (int e = 0; e < 8; ++e) x[e] = number(from[first_element(partner, !is_query, dim + e)]);
+            } else load(x, from + dim);
+            load(first_weights, first_weight + rope_weights_at(position, !is_query) + dim);
+            load(second_weights, second_weight + rope_weights_at(position, !is_query) + dim);
 #pragma unroll
             for (int e = 0; e < 8; ++e)
-                x[e] = rope(x[e], owns[e], number(from[second_of(partner, !is_query, j + e)]), others[e]);
+                x[e] = rope(x[e], first_weights[e], number(from[second_element(partner, !is_query, dim + e)]),
+                            second_weights[e]);
             Bits* to =
-                is_query ? query_out + (token * KV_HEADS * GROUP + head) * DIM : keys + (place + head * PAGE) * DIM;
-            if (is_query || row >= 0) put8(to + j, x);
+                is_query ? q_out + (token * KV_HEADS * GROUP + head) * DIM : k_cache + (place + head * PAGE) * DIM;
+            if (is_query || row >= 0) put8(to + dim, x);
         } else if (row >= 0) {
-            const int at = piece - QUERIES - KEYS, head = at / (VALUE_DIM / 8), j = at % (VALUE_DIM / 8) * 8;
-            copy8(values + (place + head * PAGE) * VALUE_DIM + j, value + token * VALUES * 8 + at * 8);
+            const int at = piece - QUERIES - KEYS, head = at / (VALUE_DIM / 8), dim = at % (VALUE_DIM / 8) * 8;
+            copy8(v_cache + (place + head * PAGE) * VALUE_DIM + dim, v + token * VALUES * 8 + at * 8);
         }
     }
 }

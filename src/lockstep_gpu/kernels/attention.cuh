@@ -42,6 +42,6 @@ __device__ __forceinline__ unsigned pack(float low, float high) {
 
 // RoPE of one element, by intrinsics that leave the compiler no choice of roundings, so that all kernels cache the same
 // numbers.
-__device__ __forceinline__ float rope(float x, float own, float y, float other) {
-    return __fmaf_rn(y, other, __fmul_rn(x, own));
+__device__ __forceinline__ float rope(float first, float first_weight, float second, float second_weight) {
+    return __fmaf_rn(second, second_weight, __fmul_rn(first, first_weight));
 }

@@ -15,12 +15,12 @@
 
 #define E2M1 0
 #ifndef ON_HOST
-__device__ __forceinline__ u32 sub2(u32 a, u32 b) {
+__device__ __forceinline__ u32 hsub2(u32 a, u32 b) {
     u32 r;
     asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
     return r;
 }
-__device__ __forceinline__ u32 sum2(u32 a, u32 b) {  // of bf16, by an instruction that all GPUs of this library have
+__device__ __forceinline__ u32 hadd2(u32 a, u32 b) {  // of bf16, by an instruction that all GPUs of this library have
     u32 r;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(0x3f803f80u), "r"(b));
     return r;
@@ -38,14 +38,14 @@ __device__ __forceinline__ void unpack(const u32* words, u32* pairs) {
         for (int i = 0; i < 4; i++) {
             u32 word = FORM == 8 ? words[i / 2] >> i % 2 * 16 : words[0] >> i * 4;
             if (FORM == 8) word = (word & 0xff) | (word & 0xff00) << 8;
-            if (FORM == 8) pairs[i] = sum2((word & 0x007f007fu) | 0x43004300u, (word & 0x00800080u) ^ 0xc380c380u);
-            else pairs[i] = sum2((word & 0x000f000fu) | 0x43004300u, 0xc308c308u);
+            if (FORM == 8) pairs[i] = hadd2((word & 0x007f007fu) | 0x43004300u, (word & 0x00800080u) ^ 0xc380c380u);
+            else pairs[i] = hadd2((word & 0x000f000fu) | 0x43004300u, 0xc308c308u);
         }
     } else {
         u32 bytes[2][2];  // of e2m1's numbers, which bf16 has: by a table of high and of low bytes
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            u32 codes = words[0] >> i * 16 & 0x7777u;
+            u32 codes = words[0] >> i * 16 & 0x7777u;  // without signs
             bytes[i][0] = __byte_perm(0xc0800000u, 0xc0804000u, codes);
             bytes[i][1] = __byte_perm(0x3f3f3f00u, 0x40404040u, codes);
         }
@@ -60,137 +60,138 @@ __device__ __forceinline__ void unpack(const u32* words, u32* pairs) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         u32 word = FORM == 8 ? words[i / 2] >> i % 2 * 16 : words[0] >> i * 4;
-        if (FORM == 8) pairs[i] = sub2((word & 0xff) | (word & 0xff00) << 8 | 0x64006400u, 0x64806480u);
-        else if (FORM == 4) pairs[i] = sub2((word & 0x000f000fu) | 0x64006400u, 0x64086408u);
+        if (FORM == 8) pairs[i] = hsub2((word & 0xff) | (word & 0xff00) << 8 | 0x64006400u, 0x64806480u);
+        else if (FORM == 4) pairs[i] = hsub2((word & 0x000f000fu) | 0x64006400u, 0x64086408u);
         else pairs[i] = (word & 0x00070007u) << 9 | (word & 0x00080008u) << 12;
     }
 #endif
 }
 template <int FORM>
-__device__ __forceinline__ float factor(const void* scales, long long at) {
+__device__ __forceinline__ float scale_at(const void* scales, long long at) {
     if (FORM == E2M1) return of_bits((((const unsigned char*)scales)[at] + (KIND == 1 ? 14 : 0)) << 23);
     return number_of_half(((const unsigned short*)scales)[at]) * 0.00390625f;
 }
 
-template <int FORM, int ROWS, int OUTS, int COLUMNS, int DEPTH, int ACROSS, int BESIDE, int BLOCK, bool DENSE = false>
+template <int FORM, int ROWS, int TILE_OUTPUTS, int COLUMNS, int STAGES, int WARPS_M, int WARPS_N, int THREADS,
+          bool DENSE = false>
 __device__ __forceinline__ void small_experts(const unsigned char* weight, const void* scales, const unsigned short* x,
-                                              unsigned short* out, const int* order, const Tile* tiles, int sharing,
-                                              int out_features, int in_features, int group_size, int out_blocks,
-                                              int dense_rows = 0) {
+                                              unsigned short* out, const int* order, const Tile* tiles,
+                                              int rows_per_input, int out_features, int in_features, int group_size,
+                                              int output_blocks, int dense_rows = 0) {
     constexpr int BITS = FORM == 8 ? 8 : 4, WORDS = BITS / 4, ROW_BYTES = COLUMNS * 2,
                   WEIGHT_BYTES = COLUMNS * BITS / 8;
-    constexpr int WEIGHT = OUTS * WEIGHT_BYTES, STAGE = WEIGHT + ROWS * ROW_BYTES;
-    constexpr int TILES = OUTS / ACROSS / 16, PARTS = ROWS / BESIDE / 8;  // of 16 outputs and of 8 rows, of a warp
-    constexpr int ROW_PIECES = ROW_BYTES / 16, WEIGHT_PIECES = WEIGHT_BYTES / 16;
-    constexpr int LOADS = OUTS * WEIGHT_PIECES / BLOCK, ROW_LOADS = ROWS * ROW_PIECES / BLOCK;
-    int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, across = warp % ACROSS, beside = warp / ACROSS,
-        four = lane % 4;
-    int first = blockIdx.x % out_blocks * OUTS, steps = (in_features + COLUMNS - 1) / COLUMNS,
+    constexpr int WEIGHT = TILE_OUTPUTS * WEIGHT_BYTES, STAGE = WEIGHT + ROWS * ROW_BYTES;
+    constexpr int TILES_M = TILE_OUTPUTS / WARPS_M / 16,
+                  TILES_N = ROWS / WARPS_N / 8;  // of 16 outputs and of 8 rows, of a warp
+    constexpr int WEIGHT_PIECES = WEIGHT_BYTES / 16, COPIES = TILE_OUTPUTS * WEIGHT_PIECES / THREADS;
+    int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, warp_m = warp % WARPS_M, warp_n = warp / WARPS_M,
+        quad_lane = lane % 4;
+    int first = blockIdx.x % output_blocks * TILE_OUTPUTS, steps = (in_features + COLUMNS - 1) / COLUMNS,
         groups = in_features / group_size;
     next_may_start();
     wait_for_previous();
     Tile tile;
     if (DENSE) {
-        int before = blockIdx.x / out_blocks * ROWS;
-        x += (long long)before * in_features;
-        out += (long long)before * out_features;
-        tile = {0, 0, min(ROWS, dense_rows - before), 0};
-    } else tile = tiles[blockIdx.x / out_blocks];
+        int first_row = blockIdx.x / output_blocks * ROWS;
+        x += (long long)first_row * in_features;
+        out += (long long)first_row * out_features;
+        tile = {0, 0, min(ROWS, dense_rows - first_row), 0};
+    } else tile = tiles[blockIdx.x / output_blocks];
     if (!tile.count) return;
     u32 base = shared_memory();
-    long long rows_before = (long long)tile.expert * out_features;
-    const unsigned short* from[ROW_LOADS];
+    long long expert_row = (long long)tile.expert * out_features;
+    const unsigned short* from[ROW_COPIES<ROWS, COLUMNS, THREADS>];  // null after the tile's last row
 #pragma unroll
-    for (int i = 0; i < ROW_LOADS; i++) {
-        int row = (i * BLOCK + tid) / ROW_PIECES;
-        from[i] = row < tile.count ? x + (long long)(DENSE ? row : order[tile.first + row] / sharing) * in_features : nullptr;
+    for (int i = 0; i < ROW_COPIES<ROWS, COLUMNS, THREADS>; i++) {
+        int row = (i * THREADS + tid) / (COLUMNS / 8);
+        from[i] = row < tile.count
+                      ? x + (long long)(DENSE ? row : order[tile.first + row] / rows_per_input) * in_features
+                      : nullptr;
     }
     auto load = [&](int step) {
-        u32 to = base + step % DEPTH * STAGE;
+        u32 to = base + step % STAGES * STAGE;
 #pragma unroll
-        for (int i = 0; i < LOADS; i++) {
-            int n = i * BLOCK + tid, row = n / WEIGHT_PIECES, piece = n % WEIGHT_PIECES,
+        for (int i = 0; i < COPIES; i++) {
+            int n = i * THREADS + tid, row = n / WEIGHT_PIECES, piece = n % WEIGHT_PIECES,
                 column = step * COLUMNS + piece * 128 / BITS;
             bool in = column < in_features && first + row < out_features;
-            long long at = ((rows_before + first + row) * in_features + column) * BITS / 8;
-            copy_async(to + place_of<WEIGHT_BYTES>(row, piece), weight + (in ? at : 0), in);
+            long long at = ((expert_row + first + row) * in_features + column) * BITS / 8;
+            cp_async(to + swizzle<WEIGHT_BYTES>(row, piece), weight + (in ? at : 0), in);
         }
-#pragma unroll
-        for (int i = 0; i < ROW_LOADS; i++) {
-            int n = i * BLOCK + tid, row = n / ROW_PIECES, piece = n % ROW_PIECES, column = step * COLUMNS + piece * 8;
-            bool in = column < in_features && from[i] != nullptr;
-            copy_async(to + WEIGHT + place_of<ROW_BYTES>(row, piece), in ? from[i] + column : x, in);
-        }
+        copy_rows<ROWS, COLUMNS, THREADS>(to + WEIGHT, from, x, step, in_features);
     };
 #pragma unroll
-    for (int step = 0; step < DEPTH - 1; step++) {
+    for (int step = 0; step < STAGES - 1; step++) {
         if (step < steps) load(step);
-        commit();
+        cp_async_commit();
     }
-    float sums[TILES][PARTS][4] = {}, part[TILES][PARTS][4] = {}, scale[TILES][2] = {};
+    float acc[TILES_M][TILES_N][4] = {}, group_acc[TILES_M][TILES_N][4] = {}, scale[TILES_M][2] = {};
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
-        wait_but_for<DEPTH - 2>();
+        cp_async_wait<STAGES - 2>();
         __syncthreads();
-        if (step + DEPTH - 1 < steps) load(step + DEPTH - 1);
-        commit();
-        if (beside >= BESIDE) continue;
-        const unsigned char *weights = memory + step % DEPTH * STAGE, *rows = weights + WEIGHT;
+        if (step + STAGES - 1 < steps) load(step + STAGES - 1);
+        cp_async_commit();
+        if (warp_n >= WARPS_N) continue;
+        const unsigned char *weights = memory + step % STAGES * STAGE, *rows = weights + WEIGHT;
 #pragma unroll
-        for (int turn = 0; turn < COLUMNS / 32; turn++) {
-            int column = step * COLUMNS + turn * 32;
+        for (int k32 = 0; k32 < COLUMNS / 32; k32++) {  // 32 columns at a time
+            int column = step * COLUMNS + k32 * 32;
             if (column >= in_features) break;
             if (column % group_size == 0)
 #pragma unroll
-                for (int i = 0; i < TILES * 2; i++) {
-                    int output = min(first + (across * TILES + i / 2) * 16 + lane / 4 + i % 2 * 8, out_features - 1);
-                    scale[i / 2][i % 2] = factor<FORM>(scales, (rows_before + output) * groups + column / group_size);
+                for (int i = 0; i < TILES_M * 2; i++) {
+                    int output = min(first + (warp_m * TILES_M + i / 2) * 16 + lane / 4 + i % 2 * 8, out_features - 1);
+                    scale[i / 2][i % 2] = scale_at<FORM>(scales, (expert_row + output) * groups + column / group_size);
                 }
-            u32 pairs[TILES][2][4];
+            u32 pairs[TILES_M][2][4];
 #pragma unroll
-            for (int i = 0; i < TILES * 2; i++) {
-                int row = (across * TILES + i / 2) * 16 + lane / 4 + i % 2 * 8, byte = four * WORDS * 4;
-                const unsigned char* at = weights + place_of<WEIGHT_BYTES>(row, turn * WORDS + byte / 16) + byte % 16;
+            for (int i = 0; i < TILES_M * 2; i++) {
+                int row = (warp_m * TILES_M + i / 2) * 16 + lane / 4 + i % 2 * 8, byte = quad_lane * WORDS * 4;
+                const unsigned char* at = weights + swizzle<WEIGHT_BYTES>(row, k32 * WORDS + byte / 16) + byte % 16;
                 u32 words[WORDS];
 #pragma unroll
                 for (int word = 0; word < WORDS; word++) words[word] = ((const u32*)at)[word];
                 unpack<FORM>(words, pairs[i / 2][i % 2]);
             }
 #pragma unroll
-            for (int p = 0; p < PARTS; p++) {
-                Words4 b =
-                    *(const Words4*)(rows + place_of<ROW_BYTES>((beside * PARTS + p) * 8 + lane / 4, turn * 4 + four));
+            for (int n = 0; n < TILES_N; n++) {
+                Words4 b = *(const Words4*)(rows + swizzle<ROW_BYTES>((warp_n * TILES_N + n) * 8 + lane / 4,
+                                                                      k32 * 4 + quad_lane));
                 if (BITS == 4)  // in the order of the pairs
                     b = {__byte_perm(b.w[0], b.w[2], 0x5410), __byte_perm(b.w[0], b.w[2], 0x7632),
                          __byte_perm(b.w[1], b.w[3], 0x5410), __byte_perm(b.w[1], b.w[3], 0x7632)};
 #pragma unroll
-                for (int i = 0; i < TILES * 2; i++) {
-                    u32(*rows_of_tile)[4] = pairs[i / 2], k = i % 2 * 2;
-                    u32 a[4] = {rows_of_tile[0][k], rows_of_tile[1][k], rows_of_tile[0][k + 1], rows_of_tile[1][k + 1]};
-                    mma(part[i / 2][p], a, b.w + k);
+                for (int i = 0; i < TILES_M * 2; i++) {
+                    u32(*tile_pairs)[4] = pairs[i / 2], half = i % 2 * 2;
+                    u32 a[4] = {tile_pairs[0][half], tile_pairs[1][half], tile_pairs[0][half + 1],
+                                tile_pairs[1][half + 1]};
+                    mma(group_acc[i / 2][n], a, b.w + half);
                 }
             }
             if ((column + 32) % group_size == 0)
 #pragma unroll
-                for (int i = 0; i < TILES * PARTS * 4; i++) {
-                    float& of_group = part[i / 4 / PARTS][i / 4 % PARTS][i % 4];
-                    float& sum = sums[i / 4 / PARTS][i / 4 % PARTS][i % 4];
-                    sum = fmaf(of_group, scale[i / 4 / PARTS][i % 4 / 2], sum);
-                    of_group = 0;
+                for (int i = 0; i < TILES_M * TILES_N * 4; i++) {
+                    float& group_sum = group_acc[i / 4 / TILES_N][i / 4 % TILES_N][i % 4];
+                    float& sum = acc[i / 4 / TILES_N][i / 4 % TILES_N][i % 4];
+                    sum = fmaf(group_sum, scale[i / 4 / TILES_N][i % 4 / 2], sum);
+                    group_sum = 0;
                 }
         }
     }
-    store<TILES, PARTS, OUTS, BLOCK, DENSE>(sums, across, beside, beside < BESIDE, out + first, order + tile.first,
-                                            tile.count, out_features, out_features - first);
+    store<TILES_M, TILES_N, TILE_OUTPUTS, THREADS, DENSE>(acc, warp_m, warp_n, warp_n < WARPS_N, out + first,
+                                                          order + tile.first, tile.count, out_features,
+                                                          out_features - first);
 }
 
-#define EXPERTS(NAME, FORM, ROWS, OUTS, COLUMNS, DEPTH, ACROSS, BESIDE, BLOCK) \
-    extern "C" __global__ void __launch_bounds__(BLOCK) \
+#define EXPERTS(NAME, FORM, ROWS, TILE_OUTPUTS, COLUMNS, STAGES, WARPS_M, WARPS_N, THREADS) \
+    extern "C" __global__ void __launch_bounds__(THREADS) \
         NAME(const unsigned char* weight, const void* scales, const unsigned short* x, unsigned short* out, \
-             const int* order, const Tile* tiles, int sharing, int out_features, int in_features, int group_size, \
-             int out_blocks) { \
-        small_experts<FORM, ROWS, OUTS, COLUMNS, DEPTH, ACROSS, BESIDE, BLOCK>( \
-            weight, scales, x, out, order, tiles, sharing, out_features, in_features, group_size, out_blocks); \
+             const int* order, const Tile* tiles, int rows_per_input, int out_features, int in_features, \
+             int group_size, int output_blocks) { \
+        small_experts<FORM, ROWS, TILE_OUTPUTS, COLUMNS, STAGES, WARPS_M, WARPS_N, THREADS>( \
+            weight, scales, x, out, order, tiles, rows_per_input, out_features, in_features, group_size, \
+            output_blocks); \
     }
 // small_BITS_ROWS and e2m1_ROWS.
 EXPERTS(small_8_8, 8, 8, 32, 256, 4, 2, 1, 128)
@@ -204,12 +205,12 @@ EXPERTS(e2m1_16, E2M1, 16, 32, 256, 4, 2, 2, 128)
 EXPERTS(e2m1_64, E2M1, 64, 128, 128, 3, 4, 2, 256)
 
 #if KIND == 2
-#define PRODUCTS(NAME, FORM, ROWS, OUTS, COLUMNS, DEPTH, ACROSS, BESIDE, BLOCK) \
-    extern "C" __global__ void __launch_bounds__(BLOCK) \
+#define PRODUCTS(NAME, FORM, ROWS, TILE_OUTPUTS, COLUMNS, STAGES, WARPS_M, WARPS_N, THREADS) \
+    extern "C" __global__ void __launch_bounds__(THREADS) \
         NAME(const unsigned char* weight, const void* scales, const unsigned short* x, unsigned short* out, \
-             int out_features, int in_features, int group_size, int out_blocks, int rows) { \
-        small_experts<FORM, ROWS, OUTS, COLUMNS, DEPTH, ACROSS, BESIDE, BLOCK, true>( \
-            weight, scales, x, out, nullptr, nullptr, 1, out_features, in_features, group_size, out_blocks, rows); \
+             int out_features, int in_features, int group_size, int output_blocks, int rows) { \
+        small_experts<FORM, ROWS, TILE_OUTPUTS, COLUMNS, STAGES, WARPS_M, WARPS_N, THREADS, true>( \
+            weight, scales, x, out, nullptr, nullptr, 1, out_features, in_features, group_size, output_blocks, rows); \
     }
 PRODUCTS(dense_8_8, 8, 8, 32, 256, 4, 2, 1, 128)
 PRODUCTS(dense_8_16, 8, 16, 32, 256, 4, 2, 2, 128)

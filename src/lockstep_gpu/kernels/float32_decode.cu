@@ -23,17 +23,19 @@ __device__ __forceinline__ float warp_sum(float value) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    decode_attention(const QK* query, const QK* key, const Bits* value, Bits* out, Bits* keys, Bits* values,
-                     const float* own, const float* other, const int* partner, const int* rows, const void* positions,
-                     const int* pages, int pages_per_row, float scale, float* partials, float* stats, int* counters) {
+    decode_attention(const QK* q, const QK* k, const Bits* v, Bits* out, Bits* k_cache, Bits* v_cache,
+                     const float* first_weight, const float* second_weight, const int* partner, const int* rows,
+                     const void* positions, const int* page_table, int pages_per_row, float scale, float* partials,
+                     float* stats, int* counters) {
     __shared__ float with_rope[(HEADS + 1) * DIM];  // queries, then the new key
+    // Of each warp: its largest score, the sum of its weights, its weighted values.
     __shared__ float tops[WARPS], weights[WARPS], parts[WARPS][VALUE_DIM];
     const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
     const int kv = blockIdx.y / CHUNKS, chunk = blockIdx.y % CHUNKS, request = blockIdx.z;
     const int first_head = kv * GROUP + chunk * HEADS, heads = min(HEADS, GROUP - chunk * HEADS);
-    const QK* queries = query + ((long long)request * KV_HEADS * GROUP + first_head) * QUERY_DIM;
-    const QK* new_key = key + ((long long)request * KV_HEADS + kv) * DIM;
-    const Bits* new_value = value + ((long long)request * KV_HEADS + kv) * VALUE_DIM;
+    const QK* queries = q + ((long long)request * KV_HEADS * GROUP + first_head) * QUERY_DIM;
+    const QK* new_k = k + ((long long)request * KV_HEADS + kv) * DIM;
+    const Bits* new_v = v + ((long long)request * KV_HEADS + kv) * VALUE_DIM;
     Bits* out_heads = out + ((long long)request * KV_HEADS * GROUP + first_head) * VALUE_DIM;
     const int row = rows[request];
     if (blockIdx.x) return;
@@ -42,69 +44,71 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         return;
     }
     const int position = (int)integer(positions, WIDE, request);
-    const int low = WINDOW && position >= WINDOW ? position - WINDOW + 1 : 0;  // the first token that is seen
-    const int* table = pages + (BY_ROW ? row : request) * pages_per_row;
+    const int window_start = WINDOW && position >= WINDOW ? position - WINDOW + 1 : 0;
+    const int* row_table = page_table + (BY_ROW ? row : request) * pages_per_row;
     for (int i = tid; i < (HEADS + 1) * DIM; i += THREADS) {
         const int head = i / DIM, j = i % DIM;
         const bool is_key = head == HEADS;
         if (!is_key && head >= heads) continue;
-        const QK* from = is_key ? new_key : queries + head * QUERY_DIM;
-        const long long at = weights_of(position, is_key) + j;
-        with_rope[i] = rope(number(from[first_of(partner, is_key, j)]), own[at],
-                            number(from[second_of(partner, is_key, j)]), other[at]);
+        const QK* from = is_key ? new_k : queries + head * QUERY_DIM;
+        const long long at = rope_weights_at(position, is_key) + j;
+        with_rope[i] = rope(number(from[first_element(partner, is_key, j)]), first_weight[at],
+                            number(from[second_element(partner, is_key, j)]), second_weight[at]);
     }
     __syncthreads();
     auto place_of = [&](int token) {
-        return ((long long)table[token / PAGE] * KV_HEADS + kv) * PAGE + token % PAGE;
+        return ((long long)row_table[token / PAGE] * KV_HEADS + kv) * PAGE + token % PAGE;
     };
     if (chunk == 0 && !BY_ROW) {
         const long long place = place_of(position);
-        for (int j = tid; j < DIM; j += THREADS) keys[place * DIM + j] = with_rope[HEADS * DIM + j];
-        for (int j = tid; j < VALUE_DIM; j += THREADS) values[place * VALUE_DIM + j] = new_value[j];
+        for (int j = tid; j < DIM; j += THREADS) k_cache[place * DIM + j] = with_rope[HEADS * DIM + j];
+        for (int j = tid; j < VALUE_DIM; j += THREADS) v_cache[place * VALUE_DIM + j] = new_v[j];
     }
     for (int head = 0; head < heads; ++head) {
-        float top = -1e30f, weight = 0, sums[VALUE_DIMS] = {};
-        for (int token = low + warp; token <= position; token += WARPS) {
+        float max_score = -1e30f, sum = 0, acc[VALUE_DIMS] = {};
+        for (int token = window_start + warp; token <= position; token += WARPS) {
             const bool is_new = token == position;  // which another block may not have written yet
             const long long place = is_new ? 0 : place_of(token);
-            const float* k = is_new ? with_rope + HEADS * DIM : keys + place * DIM;
-            const Bits* v = is_new ? new_value : values + place * VALUE_DIM;
+            const float* k_head = is_new ? with_rope + HEADS * DIM : k_cache + place * DIM;
+            const Bits* v_head = is_new ? new_v : v_cache + place * VALUE_DIM;
             float score = 0;
 #pragma unroll
             for (int n = 0; n < DIMS; ++n)
-                if (const int j = n * 32 + lane; j < DIM) score = __fmaf_rn(with_rope[head * DIM + j], k[j], score);
+                if (const int j = n * 32 + lane; j < DIM)
+                    score = __fmaf_rn(with_rope[head * DIM + j], k_head[j], score);
             score = warp_sum(score) * scale;  // in powers of two
             if (SOFTCAP) {
                 const float cap = __uint_as_float(SOFTCAP) * 1.44269504f;
                 score = cap * tanhf(score / cap);
             }
-            const float higher = fmaxf(top, score), rescale = exp2f(top - higher), share = exp2f(score - higher);
-            top = higher;
-            weight = __fmaf_rn(weight, rescale, share);
+            const float new_max = fmaxf(max_score, score), rescale = exp2f(max_score - new_max),
+                        weight = exp2f(score - new_max);
+            max_score = new_max;
+            sum = __fmaf_rn(sum, rescale, weight);
 #pragma unroll
             for (int n = 0; n < VALUE_DIMS; ++n)
                 if (const int j = n * 32 + lane; j < VALUE_DIM)
-                    sums[n] = __fmaf_rn(sums[n], rescale, __fmul_rn(share, v[j]));
+                    acc[n] = __fmaf_rn(acc[n], rescale, __fmul_rn(weight, v_head[j]));
         }
         __syncthreads();  // all have read the parts of the previous head
         if (lane == 0) {
-            tops[warp] = top;
-            weights[warp] = weight;
+            tops[warp] = max_score;
+            weights[warp] = sum;
         }
 #pragma unroll
         for (int n = 0; n < VALUE_DIMS; ++n)
-            if (const int j = n * 32 + lane; j < VALUE_DIM) parts[warp][j] = sums[n];
+            if (const int j = n * 32 + lane; j < VALUE_DIM) parts[warp][j] = acc[n];
         __syncthreads();
-        float highest = tops[0], total = 0;
-        for (int w = 1; w < WARPS; ++w) highest = fmaxf(highest, tops[w]);
+        float row_max = tops[0], denominator = 0;
+        for (int w = 1; w < WARPS; ++w) row_max = fmaxf(row_max, tops[w]);
         const float sink = SINKS ? number(queries[head * QUERY_DIM + DIM]) * 1.44269504f : 0;
-        if (SINKS) highest = fmaxf(highest, sink);
-        for (int w = 0; w < WARPS; ++w) total = __fmaf_rn(weights[w], exp2f(tops[w] - highest), total);
-        if (SINKS) total += exp2f(sink - highest);
+        if (SINKS) row_max = fmaxf(row_max, sink);
+        for (int w = 0; w < WARPS; ++w) denominator = __fmaf_rn(weights[w], exp2f(tops[w] - row_max), denominator);
+        if (SINKS) denominator += exp2f(sink - row_max);
         for (int j = tid; j < VALUE_DIM; j += THREADS) {
-            float sum = 0;
-            for (int w = 0; w < WARPS; ++w) sum = __fmaf_rn(parts[w][j], exp2f(tops[w] - highest), sum);
-            out_heads[head * VALUE_DIM + j] = sum / total;
+            float weighted = 0;
+            for (int w = 0; w < WARPS; ++w) weighted = __fmaf_rn(parts[w][j], exp2f(tops[w] - row_max), weighted);
+            out_heads[head * VALUE_DIM + j] = weighted / denominator;
         }
     }
 }

@@ -6,16 +6,16 @@
 // to fp16, which represents all of e4m3 exactly, just before the tensor cores. Of 16 columns the first and second pair
 // of each four are the two halves of an instruction, of weights and activations alike. A warp has four fp32
 // accumulators per output, one for every fourth group of 16 columns, so that no instruction waits for the previous one;
-// for up to eight rows, two warps share a stage. Sums are multiplied by the row's step, then by the output's scale.
+// for up to eight rows, two warps share a stage. Sums are multiplied by the row's scale, then by the output's.
 #define FACTORS "f16"
 #include "e4m3.cuh"
-#include "tensor_cores.cuh"
+#include "few_rows.cuh"
 
 #define COLUMNS (PIECES * 16)
 #define ROW_THREADS 512
 
 #ifndef ON_HOST  // where the test has its own
-__device__ __forceinline__ u32 halves_of(unsigned short codes) {
+__device__ __forceinline__ u32 e4m3_to_half2(unsigned short codes) {
     u32 r;
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"(codes));
     return r;
@@ -28,114 +28,114 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     Codes* to = (Codes*)(codes + (long long)blockIdx.x * in_features);
     next_may_start();
     wait_for_previous();
-    u32 most = 0;
-    for (int i = threadIdx.x; i < in_features / 8; i += ROW_THREADS) most = largest_of(from[i], most);
-    float step = step_of(block_max<ROW_THREADS / 32>(most));
+    u32 max_bits = 0;
+    for (int i = threadIdx.x; i < in_features / 8; i += ROW_THREADS) max_bits = largest_of(from[i], max_bits);
+    float step = step_of(block_max<ROW_THREADS / 32>(max_bits));
     if (threadIdx.x == 0) steps[blockIdx.x] = step;
     for (int i = threadIdx.x; i < in_features / 8; i += ROW_THREADS) to[i] = encoded(from[i], step);
 }
 
 template <int ROWS>
-__device__ __forceinline__ void few_rows_fp8(const unsigned char* weight, const float* scales, const unsigned char* x,
-                                             const float* steps, unsigned short* first_out, unsigned short* second_out,
-                                             unsigned short* third_out, int first_end, int second_end, int out_features,
-                                             int in_features, int rows) {
+__device__ __forceinline__ void few_rows_fp8(const unsigned char* weight, const float* weight_scales,
+                                             const unsigned char* x, const float* row_scales, unsigned short* first_out,
+                                             unsigned short* second_out, unsigned short* third_out, int first_end,
+                                             int second_end, int out_features, int in_features, int rows) {
     constexpr int STAGE = (OUTPUTS + ROWS) * PIECES * 16;
-    constexpr int BESIDE = ROWS / 8, DEEP = 2 / BESIDE, OWN = PIECES / DEEP;
+    constexpr int WARPS_N = ROWS / 8, WARPS_K = 2 / WARPS_N, WARP_PIECES = PIECES / WARPS_K;
+    const Outputs outputs = {first_out, second_out, third_out, first_end, second_end, out_features};
     u32 base = shared_memory();
-    int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, first = blockIdx.x * OUTPUTS;
-    int across = warp % 2, beside = warp / 2 % BESIDE, deep = warp / 2 / BESIDE;  // outputs, rows and columns of a warp
-    int turns = (in_features + COLUMNS - 1) / COLUMNS;
-    auto load_weight = [&](int turn) {
-        u32 to = base + turn % STAGES * STAGE;
+    int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, first_output = blockIdx.x * OUTPUTS;
+    int warp_m = warp % 2, warp_n = warp / 2 % WARPS_N,
+        warp_k = warp / 2 / WARPS_N;  // outputs, rows and columns of a warp
+    int steps = (in_features + COLUMNS - 1) / COLUMNS;
+    auto load_weight = [&](int step) {
+        u32 to = base + step % STAGES * STAGE;
 #pragma unroll
         for (int i = 0; i < OUTPUTS * PIECES / THREADS; i++) {
             int n = i * THREADS + tid, row = n / PIECES, piece = n % PIECES;
-            int column = turn * COLUMNS + piece * 16, out = min(first + row, out_features - 1);
+            int column = step * COLUMNS + piece * 16, output = min(first_output + row, out_features - 1);
             bool in = column < in_features;
-            copy_async(to + place(row, piece), weight + (long long)out * in_features + (in ? column : 0), in);
+            cp_async(to + swizzle(row, piece), weight + (long long)output * in_features + (in ? column : 0), in);
         }
     };
-    auto load_x = [&](int turn) {
-        u32 to = base + turn % STAGES * STAGE + OUTPUTS * PIECES * 16;
+    auto load_x = [&](int step) {
+        u32 to = base + step % STAGES * STAGE + OUTPUTS * PIECES * 16;
 #pragma unroll
         for (int i = 0; i < ROWS * PIECES / THREADS; i++) {
             int n = i * THREADS + tid, row = n / PIECES, piece = n % PIECES;
-            int column = turn * COLUMNS + piece * 16;
+            int column = step * COLUMNS + piece * 16;
             bool in = column < in_features && row < rows;
-            copy_async(to + place(row, piece), x + (in ? (long long)row * in_features + column : 0), in);
+            cp_async(to + swizzle(row, piece), x + (in ? (long long)row * in_features + column : 0), in);
         }
     };
     next_may_start();
 #pragma unroll
-    for (int turn = 0; turn < STAGES - 1; turn++)
-        if (turn < turns) load_weight(turn);
+    for (int step = 0; step < STAGES - 1; step++)
+        if (step < steps) load_weight(step);
     wait_for_previous();
 #pragma unroll
-    for (int turn = 0; turn < STAGES - 1; turn++) {
-        if (turn < turns) load_x(turn);
-        commit();
+    for (int step = 0; step < STAGES - 1; step++) {
+        if (step < steps) load_x(step);
+        cp_async_commit();
     }
-    float chains[4][4] = {};
+    float acc[4][4] = {};
 #pragma unroll 1
-    for (int turn = 0; turn < turns; turn++) {
-        wait_for_stage();
+    for (int step = 0; step < steps; step++) {
+        cp_async_wait<STAGES - 2>();
         __syncthreads();
-        if (turn + STAGES - 1 < turns) {
-            load_weight(turn + STAGES - 1);
-            load_x(turn + STAGES - 1);
+        if (step + STAGES - 1 < steps) {
+            load_weight(step + STAGES - 1);
+            load_x(step + STAGES - 1);
         }
-        commit();
-        u32 a_from = base + turn % STAGES * STAGE, b_from = a_from + OUTPUTS * PIECES * 16;
+        cp_async_commit();
+        u32 a_from = base + step % STAGES * STAGE, b_from = a_from + OUTPUTS * PIECES * 16;
 #pragma unroll
-        for (int from = 0; from < OWN; from += 4) {
+        for (int piece = 0; piece < WARP_PIECES; piece += 4) {
             u32 a[2][4], b[4];
 #pragma unroll
             for (int i = 0; i < 2; i++)
-                load_matrices(a_from + place(across * 16 + lane % 16, deep * OWN + from + i * 2 + lane / 16), a[i]);
-            load_matrices(b_from + place(beside * 8 + lane % 8, deep * OWN + from + lane / 8), b);
+                ldmatrix(a_from + swizzle(warp_m * 16 + lane % 16, warp_k * WARP_PIECES + piece + i * 2 + lane / 16),
+                         a[i]);
+            ldmatrix(b_from + swizzle(warp_n * 8 + lane % 8, warp_k * WARP_PIECES + piece + lane / 8), b);
 #pragma unroll
             for (int k = 0; k < 4; k++) {
                 u32 above = a[k / 2][k % 2 * 2], below = a[k / 2][k % 2 * 2 + 1];  // 4 columns of rows 8 apart
-                u32 weights[4] = {halves_of(above & 0xffff), halves_of(below & 0xffff), halves_of(above >> 16),
-                                  halves_of(below >> 16)};
-                u32 values[2] = {halves_of(b[k] & 0xffff), halves_of(b[k] >> 16)};
-                mma(chains[k], weights, values);
+                u32 weights[4] = {e4m3_to_half2(above & 0xffff), e4m3_to_half2(below & 0xffff),
+                                  e4m3_to_half2(above >> 16), e4m3_to_half2(below >> 16)};
+                u32 x_pairs[2] = {e4m3_to_half2(b[k] & 0xffff), e4m3_to_half2(b[k] >> 16)};
+                mma(acc[k], weights, x_pairs);
             }
         }
     }
-    // The four chains, then the two warps, in a fixed order.
+    // The four accumulators, then the two warps, in a fixed order.
     float sums[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) sums[i] = (chains[0][i] + chains[1][i]) + (chains[2][i] + chains[3][i]);
-    if (DEEP > 1) {
+    for (int i = 0; i < 4; i++) sums[i] = (acc[0][i] + acc[1][i]) + (acc[2][i] + acc[3][i]);
+    if (WARPS_K > 1) {
         __shared__ float others[2][32][4];
-        if (deep)
+        if (warp_k)
 #pragma unroll
-            for (int i = 0; i < 4; i++) others[across][lane][i] = sums[i];
+            for (int i = 0; i < 4; i++) others[warp_m][lane][i] = sums[i];
         __syncthreads();
-        if (deep) return;
+        if (warp_k) return;
 #pragma unroll
-        for (int i = 0; i < 4; i++) sums[i] += others[across][lane][i];
+        for (int i = 0; i < 4; i++) sums[i] += others[warp_m][lane][i];
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        int out = first + across * 16 + lane / 4 + i / 2 * 8, request = beside * 8 + lane % 4 * 2 + i % 2;
-        if (out >= out_features || request >= rows) continue;
-        unsigned short result = narrow(sums[i] * steps[request] * scales[out]);
-        if (out < first_end) first_out[(long long)request * first_end + out] = result;
-        else if (out < second_end) second_out[(long long)request * (second_end - first_end) + out - first_end] = result;
-        else third_out[(long long)request * (out_features - second_end) + out - second_end] = result;
+        int output = first_output + warp_m * 16 + lane / 4 + i / 2 * 8, row = warp_n * 8 + lane % 4 * 2 + i % 2;
+        if (output >= out_features || row >= rows) continue;
+        outputs.store(row, output, narrow(sums[i] * row_scales[row] * weight_scales[output]));
     }
 }
 
 #define FEW_ROWS(NAME, ROWS) \
     extern "C" __global__ void __launch_bounds__(THREADS) \
-        NAME(const unsigned char* weight, const float* scales, const unsigned char* x, const float* steps, \
+        NAME(const unsigned char* weight, const float* weight_scales, const unsigned char* x, const float* row_scales, \
              unsigned short* first_out, unsigned short* second_out, unsigned short* third_out, int first_end, \
              int second_end, int out_features, int in_features, int rows) { \
-        few_rows_fp8<ROWS>(weight, scales, x, steps, first_out, second_out, third_out, first_end, second_end, \
-                           out_features, in_features, rows); \
+        few_rows_fp8<ROWS>(weight, weight_scales, x, row_scales, first_out, second_out, third_out, first_end, \
+                           second_end, out_features, in_features, rows); \
     }
 FEW_ROWS(few_rows_fp8_8, 8)
 FEW_ROWS(few_rows_fp8_16, 16)

@@ -28,7 +28,7 @@ LOADS(float, "f32", "=f")
 LOADS(unsigned short, "u16", "=h")
 
 // 16 bytes of the cache, which are read once; zeros where not `in`.
-__device__ __forceinline__ Words4 load_piece(const void* from, bool in) {
+__device__ __forceinline__ Words4 load_16(const void* from, bool in) {
     Words4 piece;
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.s32 p, %5, 0;\nmov.u32 %0, 0;\nmov.u32 %1, 0;\nmov.u32 %2, 0;\nmov.u32 %3, 0;\n"
@@ -37,7 +37,7 @@ __device__ __forceinline__ Words4 load_piece(const void* from, bool in) {
         : "l"(__cvta_generic_to_global(from)), "r"((int)in));
     return piece;
 }
-__device__ __forceinline__ Words4 load_eight(const void* from, bool in) {  // bytes; the rest is zeros
+__device__ __forceinline__ Words4 load_8(const void* from, bool in) {  // bytes; the rest is zeros
     Words4 piece = {{0, 0, 0, 0}};
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.s32 p, %3, 0;\nmov.u32 %0, 0;\nmov.u32 %1, 0;\n@p "
@@ -48,14 +48,14 @@ __device__ __forceinline__ Words4 load_eight(const void* from, bool in) {  // by
 }
 
 // Loads of what other blocks have written: they bypass the L1 cache.
-__device__ __forceinline__ float load_fresh(const float* from) { return __ldcg(from); }
-__device__ __forceinline__ Vec4 load_fresh(const Vec4* from) {
+__device__ __forceinline__ float load_cg(const float* from) { return __ldcg(from); }
+__device__ __forceinline__ Vec4 load_cg(const Vec4* from) {
     float4 value = __ldcg((const float4*)from);
     return Vec4{{value.x, value.y, value.z, value.w}};
 }
 
 // Adds 1, returns the value before. Release and acquire: the last block that is counted sees what all others wrote.
-__device__ __forceinline__ int arrive(int* counter) {
+__device__ __forceinline__ int atomic_increment(int* counter) {
     int before;
     asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;"
                  : "=r"(before)
@@ -64,7 +64,7 @@ __device__ __forceinline__ int arrive(int* counter) {
     return before;
 }
 
-__device__ __forceinline__ float power(float x) {  // of 2
+__device__ __forceinline__ float exp2_approx(float x) {  // of 2
     float result;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
     return result;
@@ -73,15 +73,15 @@ __device__ __forceinline__ float power(float x) {  // of 2
 // c [16, 8] += a [16, 16] b [16, 8]. Lane 4g + t has c[g][2t, 2t + 1] and c[g + 8][2t, 2t + 1]; in a0 to a3 of a the
 // pairs [g][2t], [g + 8][2t], [g][2t + 8], [g + 8][2t + 8] and their right neighbours; in b0, b1 of b the pairs
 // [2t][g], [2t + 8][g] and their lower neighbours.
-__device__ __forceinline__ void multiply(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
-                                         unsigned b1) {
+__device__ __forceinline__ void mma(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
+                                    unsigned b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE
         ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-__device__ __forceinline__ unsigned times(unsigned pair, unsigned other) {  // two of fp16 each
+__device__ __forceinline__ unsigned hmul2(unsigned pair, unsigned other) {  // two of fp16 each
     unsigned result;
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(pair), "r"(other));
     return result;
@@ -108,30 +108,30 @@ typedef Code Cached;
 #else
 typedef Bits Cached;
 #endif
-constexpr int LOADED = FP8 && DIM % 16 == 0 && VALUE_DIM % 16 == 0 ? 16 : 8,
-              EIGHTS = LOADED / 8;                                        // numbers of a load, and by eight
-constexpr int KEY_LOADS = (DIM + 4 * LOADED - 1) / (4 * LOADED);          // of a lane, for each of its two tokens
-constexpr int VALUE_LOADS = (VALUE_DIM + 8 * LOADED - 1) / (8 * LOADED);  // likewise, of four tokens
-constexpr int KEY_PIECES = KEY_LOADS * EIGHTS, VALUE_PIECES = VALUE_LOADS * EIGHTS;  // of eight numbers
-constexpr int KEY_HEAD = FP8 ? PAGE * (DIM + 1) : PAGE * DIM,
-              VALUE_HEAD = FP8 ? PAGE * (VALUE_DIM + 1) : PAGE * VALUE_DIM;  // of a page
+constexpr int LOADED = FP8 && DIM % 16 == 0 && VALUE_DIM % 16 == 0 ? 16 : 8;  // numbers of a load
+constexpr int EIGHTS = LOADED / 8;                                            // a piece is eight numbers
+constexpr int KEY_LOADS = (DIM + 4 * LOADED - 1) / (4 * LOADED);              // of a lane, for each of its two tokens
+constexpr int VALUE_LOADS = (VALUE_DIM + 8 * LOADED - 1) / (8 * LOADED);      // likewise, of four tokens
+constexpr int KEY_PIECES = KEY_LOADS * EIGHTS, VALUE_PIECES = VALUE_LOADS * EIGHTS;
+// Elements of a KV head in a page: an fp8 head has a scale for each token after its numbers.
+constexpr int KEY_HEAD = PAGE * (DIM + FP8), VALUE_HEAD = PAGE * (VALUE_DIM + FP8);
 constexpr int LINE = DIM + 8;                 // of a head in shared memory, so that lanes do not meet in a bank
 constexpr int ROPE_SIZE = (HEADS + 1) * DIM;  // numbers that a block applies RoPE to
 constexpr int ROUNDS = (ROPE_SIZE + THREADS - 1) / THREADS;
-constexpr int ITEMS = HEADS * VALUE_DIM / 4;          // of four outputs of a block
-constexpr int OWN = (ITEMS + THREADS - 1) / THREADS;  // of a thread
-#define CAP \
-    (__uint_as_float(SOFTCAP) * 1.44269504f)  // of scores in powers of two; SOFTCAP: the bits of a float, 0: no cap
-constexpr int QUERY_DIM = DIM + SINKS;        // of a head in the query: a sink is its last element
-constexpr float LOWEST = -1e30f;              // finite, so that a difference of two is a number
+constexpr int ITEMS = HEADS * VALUE_DIM / 4;  // of four outputs of a block
+constexpr int OWN = (ITEMS + THREADS - 1) / THREADS;
+// The cap of scores times log2(e), as scores are exponents of 2. SOFTCAP: the bits of a float; 0: no cap.
+#define SCORE_CAP (__uint_as_float(SOFTCAP) * 1.44269504f)
+constexpr int QUERY_DIM = DIM + SINKS;  // of a head in the query: a sink is its last element
+constexpr float LOWEST = -1e30f;        // finite, so that a difference of two is a number
 
-__device__ __forceinline__ int page_of(const int* table, int unit, int pages_per_row) {
-    return load_relaxed(table + min(unit / (PAGE / UNIT), pages_per_row - 1));
+__device__ __forceinline__ int page_of(const int* row_table, int unit, int pages_per_row) {
+    return load_relaxed(row_table + min(unit / (PAGE / UNIT), pages_per_row - 1));
 }
 
 // A load of a lane: 16 bytes; for codes of heads whose size 16 does not divide 8 bytes, padded with zeros.
 __device__ __forceinline__ Words4 load_cached(const Cached* from, bool in) {
-    return LOADED * sizeof(Cached) == 16 ? load_piece(from, in) : load_eight(from, in);
+    return LOADED * sizeof(Cached) == 16 ? load_16(from, in) : load_8(from, in);
 }
 __device__ __forceinline__ Words4 piece_at(const Cached* from) {
     if (LOADED * sizeof(Cached) == 16) return *(const Words4*)from;
@@ -147,52 +147,54 @@ __device__ __forceinline__ void put_piece(Cached* to, const Words4& piece) {
 __device__ __forceinline__ int key_dim(int n, int t) { return (n / EIGHTS * 4 + t) * LOADED + n % EIGHTS * 8; }
 __device__ __forceinline__ int value_dim(int c, int g) { return (c / EIGHTS * 8 + g) * LOADED + c % EIGHTS * 8; }
 
-// A lane's share of tokens base to base + 15, from token `low` on and before the new one, which is in shared memory.
-__device__ __forceinline__ void load_keys(Words4 (&out)[2][KEY_LOADS], const Cached* keys, int page, int kv, int base,
-                                          int low, int position, int g, int t) {
+// A lane's share of tokens base to base + 15: those from `window_start` on and before the new one, which is in shared
+// memory.
+__device__ __forceinline__ void load_keys(Words4 (&out)[2][KEY_LOADS], const Cached* k_cache, int page, int kv,
+                                          int base, int window_start, int position, int g, int t) {
     const Cached* at =
-        keys + ((long long)page * KV_HEADS + kv) * KEY_HEAD + ((base & (PAGE - 1)) + g) * DIM + LOADED * t;
+        k_cache + ((long long)page * KV_HEADS + kv) * KEY_HEAD + ((base & (PAGE - 1)) + g) * DIM + LOADED * t;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int token = base + 8 * i + g;
-        const bool in = token >= low && token < position;
+        const bool in = token >= window_start && token < position;
 #pragma unroll
         for (int n = 0; n < KEY_LOADS; ++n)
             out[i][n] = load_cached(at + 8 * i * DIM + 4 * LOADED * n, in && LOADED * (4 * n + t) < DIM);
     }
 }
 
-__device__ __forceinline__ void load_values(Words4 (&out)[VALUE_LOADS][4], const Cached* values, int page, int kv,
-                                            int base, int low, int position, int g, int t) {
-    const Cached* at = values + ((long long)page * KV_HEADS + kv) * VALUE_HEAD +
+__device__ __forceinline__ void load_values(Words4 (&out)[VALUE_LOADS][4], const Cached* v_cache, int page, int kv,
+                                            int base, int window_start, int position, int g, int t) {
+    const Cached* at = v_cache + ((long long)page * KV_HEADS + kv) * VALUE_HEAD +
                        ((base & (PAGE - 1)) + 2 * t) * VALUE_DIM + LOADED * g;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const int more = i / 2 * 8 + i % 2, token = base + 2 * t + more;
-        const bool in = token >= low && token < position;
+        const int offset = i / 2 * 8 + i % 2, token = base + 2 * t + offset;
+        const bool in = token >= window_start && token < position;
 #pragma unroll
         for (int c = 0; c < VALUE_LOADS; ++c)
-            out[c][i] = load_cached(at + more * VALUE_DIM + 8 * LOADED * c, in && LOADED * (8 * c + g) < VALUE_DIM);
+            out[c][i] = load_cached(at + offset * VALUE_DIM + 8 * LOADED * c, in && LOADED * (8 * c + g) < VALUE_DIM);
     }
 }
 
 #if FP8
 // The scales of the tokens base + 2t and base + 2t + 1, then those 8 further: keys' and values', two in 16 bits.
-__device__ __forceinline__ void load_scales(unsigned short (&out)[4], const Code* keys, const Code* values, int page,
-                                            int kv, int base, int t) {
+__device__ __forceinline__ void load_scales(unsigned short (&out)[4], const Code* k_cache, const Code* v_cache,
+                                            int page, int kv, int base, int t) {
     const long long head = (long long)page * KV_HEADS + kv;
     const int at = (base & (PAGE - 1)) + 2 * t;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        out[i] = load_constant((const unsigned short*)(keys + head * KEY_HEAD + PAGE * DIM + at + 8 * i));
-        out[2 + i] = load_constant((const unsigned short*)(values + head * VALUE_HEAD + PAGE * VALUE_DIM + at + 8 * i));
+        out[i] = load_constant((const unsigned short*)(k_cache + head * KEY_HEAD + PAGE * DIM + at + 8 * i));
+        out[2 + i] =
+            load_constant((const unsigned short*)(v_cache + head * VALUE_HEAD + PAGE * VALUE_DIM + at + 8 * i));
     }
 }
 #endif
 // Numbers 2w and 2w + 1 of piece `piece` of what a lane has loaded; of codes without their scale.
 __device__ __forceinline__ unsigned pair_of(const Words4& load, int piece, int w) {
 #if FP8
-    return halves_of(load.w[piece % EIGHTS * 2 + w / 2], w % 2);
+    return e4m3_to_half2(load.w[piece % EIGHTS * 2 + w / 2], w % 2);
 #else
     return load.w[w];
 #endif
@@ -200,32 +202,36 @@ __device__ __forceinline__ unsigned pair_of(const Words4& load, int piece, int w
 
 // Four outputs of a head, combined from several parts of a row: each part has its largest score, the sum of its
 // weights, and its weighted values.
-struct Sum {
-    float top = LOWEST, weight = 0;
+struct SoftmaxPart {
+    float max_score = LOWEST, sum = 0;
     Vec4 values = {{0, 0, 0, 0}};
-    __device__ __forceinline__ void add(float other_top, float other_weight, const Vec4& other) {
-        const float higher = fmaxf(top, other_top), a = power(top - higher), b = power(other_top - higher);
-        top = higher;
-        // by intrinsics, as of RoPE: wherever it is compiled into
-        weight = __fmaf_rn(weight, a, __fmul_rn(other_weight, b));
+    __device__ __forceinline__ void add(float other_max, float other_sum, const Vec4& other_values) {
+        const float new_max = fmaxf(max_score, other_max), scale = exp2_approx(max_score - new_max),
+                    other_scale = exp2_approx(other_max - new_max);
+        max_score = new_max;
+        // By intrinsics, as RoPE: the compiler might contract otherwise in the two places that it is inlined into.
+        sum = __fmaf_rn(sum, scale, __fmul_rn(other_sum, other_scale));
 #pragma unroll
-        for (int e = 0; e < 4; ++e) values.v[e] = __fmaf_rn(values.v[e], a, __fmul_rn(other.v[e], b));
+        for (int e = 0; e < 4; ++e)
+            values.v[e] = __fmaf_rn(values.v[e], scale, __fmul_rn(other_values.v[e], other_scale));
     }
     // sink: the address of the head's. It takes a share of the weights, after all splits, and has no value.
     __device__ __forceinline__ void write(Bits* out, const QK* sink) {
         if (SINKS) add(__fmul_rn(number(load_constant(sink)), 1.44269504f), 1, Vec4{{0, 0, 0, 0}});
-        const float one = 1.f / weight;
-        *(uint2*)out =
-            make_uint2(pack(values.v[0] * one, values.v[1] * one), pack(values.v[2] * one, values.v[3] * one));
+        const float inverse = 1.f / sum;
+        *(uint2*)out = make_uint2(pack(values.v[0] * inverse, values.v[1] * inverse),
+                                  pack(values.v[2] * inverse, values.v[3] * inverse));
     }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    decode_attention(const QK* query, const QK* key, const Bits* value, Bits* out, Cached* keys, Cached* values,
-                     const float* own, const float* other, const int* partner, const int* rows, const void* positions,
-                     const int* pages, int pages_per_row, float scale, float* partials, float* stats, int* counters) {
+    decode_attention(const QK* q, const QK* k, const Bits* v, Bits* out, Cached* k_cache, Cached* v_cache,
+                     const float* first_weight, const float* second_weight, const int* partner, const int* rows,
+                     const void* positions, const int* page_table, int pages_per_row, float scale, float* partials,
+                     float* stats, int* counters) {
     __shared__ __align__(16) Bits with_rope[(HEADS + 1) * LINE];  // queries, then the new key
     __shared__ __align__(16) Bits fresh[VALUE_DIM];               // the new value
+    // Of each warp and head: the largest score, the sum of the weights, the weighted values.
     __shared__ float tops[WARPS * HEADS], weights[WARPS * HEADS];
     __shared__ __align__(16) float parts[WARPS * HEADS * VALUE_DIM];
     __shared__ int is_last;
@@ -236,40 +242,41 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const unsigned tid = threadIdx.x;
     const int warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
     const int kv = blockIdx.y / CHUNKS, chunk = blockIdx.y % CHUNKS, request = blockIdx.z;
-    // row i is request i, so that no load waits for rows[i]; BY_ROW: it is a token of row rows[i]
-    const int* table = pages + (BY_ROW ? max(load_relaxed(rows + request), 0) : request) * pages_per_row;
+    // Request i is row i, so that no load waits for rows[i]; BY_ROW: it is a token of row rows[i].
+    const int* row_table = page_table + (BY_ROW ? max(load_relaxed(rows + request), 0) : request) * pages_per_row;
     const int first_head = kv * GROUP + chunk * HEADS, heads = min(HEADS, GROUP - chunk * HEADS);
-    const QK* queries = query + ((long long)request * KV_HEADS * GROUP + first_head) * QUERY_DIM;
+    const QK* queries = q + ((long long)request * KV_HEADS * GROUP + first_head) * QUERY_DIM;
 
     // Issue all loads that do not depend on the position. Heads after the last one load the last one's RoPE.
     const int row = load_relaxed(rows + request);
     const int position = load_relaxed((const int*)positions + (WIDE ? 2 * request : request));  // the low half will do
-    const int likely =
-        gridDim.x == 1 ? warp : blockIdx.x * LEAST + warp;  // this warp's first unit, in a row of a usual length
-    int entries =
-        WINDOW ? 0 : page_of(table, likely + lane * WARPS, pages_per_row);  // lane n: the page of this warp's n-th unit
-    auto index_of = [&](int r) {
+    // This warp's first unit in a row of a usual length: its pages are looked up before the position has arrived.
+    const int guessed_unit = gridDim.x == 1 ? warp : blockIdx.x * LEAST + warp;
+    // Lane n has the page of this warp's n-th unit.
+    int lane_page = WINDOW ? 0 : page_of(row_table, guessed_unit + lane * WARPS, pages_per_row);
+    // The number that a thread applies RoPE to in round r.
+    auto rope_index = [&](int r) {
         return ROPE_SIZE % THREADS ? min(r * THREADS + tid, ROPE_SIZE - 1u) : r * THREADS + tid;
-    };  // the number that a thread applies RoPE to
-    auto source_of = [&](unsigned i) {
+    };
+    auto head_of = [&](unsigned i) {
         const int head = i / DIM;
-        return head == HEADS ? key + ((long long)request * KV_HEADS + kv) * DIM
+        return head == HEADS ? k + ((long long)request * KV_HEADS + kv) * DIM
                              : queries + min(head, heads - 1) * QUERY_DIM;
     };
-    const QK* sources[ROUNDS];
+    const QK* heads_read[ROUNDS];
     int partners[ROUNDS];
-    QK xs[ROUNDS], ys[ROUNDS];
-    float owns[ROUNDS], others[ROUNDS];
+    QK first_values[ROUNDS], second_values[ROUNDS];
+    float first_weights[ROUNDS], second_weights[ROUNDS];
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r) {
-        const unsigned i = index_of(r);
+        const unsigned i = rope_index(r);
         const bool is_key = i / DIM == HEADS;
-        partners[r] = load_relaxed(partner + second_at(is_key, i % DIM));
-        sources[r] = source_of(i);
-        xs[r] = load_relaxed(sources[r] + first_of(partner, is_key, i % DIM));
+        partners[r] = load_relaxed(partner + second_element_at(is_key, i % DIM));
+        heads_read[r] = head_of(i);
+        first_values[r] = load_relaxed(heads_read[r] + first_element(partner, is_key, i % DIM));
     }
     const Words4 value_piece =
-        load_piece(value + (request * KV_HEADS + kv) * VALUE_DIM + min(tid, VALUE_DIM / 8 - 1u) * 8, true);
+        load_16(v + (request * KV_HEADS + kv) * VALUE_DIM + min(tid, VALUE_DIM / 8 - 1u) * 8, true);
     Bits* out_heads = out + ((long long)request * KV_HEADS * GROUP + first_head) * VALUE_DIM;
     if (row < 0) {
         if (blockIdx.x == 0)
@@ -277,47 +284,48 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 *(uint2*)(out_heads + item * 4) = make_uint2(0, 0);
         return;
     }
-    const int low = WINDOW && position >= WINDOW ? position - WINDOW + 1 : 0;  // the first token that is seen
-    const int first = low / UNIT, units = position / UNIT - first + 1;
-    int size = LEAST;  // units of a split
-    while (size * MOST < units) size *= 2;
-    const int splits = (units + size - 1) / size, share = (splits + gridDim.x - 1) / gridDim.x,
-              blocks = (splits + share - 1) / share;
+    const int window_start = WINDOW && position >= WINDOW ? position - WINDOW + 1 : 0;
+    const int first_unit = window_start / UNIT, units = position / UNIT - first_unit + 1;
+    int split_units = LEAST;
+    while (split_units * MOST < units) split_units *= 2;
+    const int splits = (units + split_units - 1) / split_units, block_splits = (splits + gridDim.x - 1) / gridDim.x,
+              blocks = (splits + block_splits - 1) / block_splits;
     if (blockIdx.x >= blocks) return;
-    const int first_split = blockIdx.x * share, last_split = min(splits, first_split + share),
-              end = min(units, last_split * size);
-    int at = first_split * size + warp;
+    const int first_split = blockIdx.x * block_splits, last_split = min(splits, first_split + block_splits),
+              end = min(units, last_split * split_units);
+    int unit = first_split * split_units + warp;
 
     // Then the loads that depend on the position, and those of the first unit.
-    if (WINDOW || at != likely) entries = page_of(table, first + at + lane * WARPS, pages_per_row);
-    const int new_page = load_constant(table + position / PAGE);
+    if (WINDOW || unit != guessed_unit) lane_page = page_of(row_table, first_unit + unit + lane * WARPS, pages_per_row);
+    const int new_page = load_constant(row_table + position / PAGE);
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r) {
-        const unsigned i = index_of(r);
-        const long long weights = weights_of(position, i / DIM == HEADS);
-        owns[r] = load_constant(own + weights + i % DIM);
-        others[r] = load_constant(other + weights + i % DIM);
-        ys[r] = load_constant(sources[r] + partners[r]);
+        const unsigned i = rope_index(r);
+        const long long weights = rope_weights_at(position, i / DIM == HEADS);
+        first_weights[r] = load_constant(first_weight + weights + i % DIM);
+        second_weights[r] = load_constant(second_weight + weights + i % DIM);
+        second_values[r] = load_constant(heads_read[r] + partners[r]);
     }
-    Words4 k[2][KEY_LOADS], v[VALUE_LOADS][4];
+    Words4 k_frag[2][KEY_LOADS], v_frag[VALUE_LOADS][4];
 #if FP8
     unsigned short scales[4];
 #endif
-    if (at < end) {
-        const int page = __shfl_sync(~0u, entries, 0), base = (first + at) * UNIT;
-        load_keys(k, keys, page, kv, base, low, position, g, t);
-        load_values(v, values, page, kv, base, low, position, g, t);
+    if (unit < end) {
+        const int page = __shfl_sync(~0u, lane_page, 0), base = (first_unit + unit) * UNIT;
+        load_keys(k_frag, k_cache, page, kv, base, window_start, position, g, t);
+        load_values(v_frag, v_cache, page, kv, base, window_start, position, g, t);
 #if FP8
-        load_scales(scales, keys, values, page, kv, base, t);
+        load_scales(scales, k_cache, v_cache, page, kv, base, t);
 #endif
     }
 
     // Apply RoPE while these loads are in flight.
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r) {
-        const unsigned i = index_of(r);
+        const unsigned i = rope_index(r);
         if (r * THREADS + tid < ROPE_SIZE)
-            with_rope[i / DIM * LINE + i % DIM] = (Bits)pack(rope(number(xs[r]), owns[r], number(ys[r]), others[r]), 0);
+            with_rope[i / DIM * LINE + i % DIM] = (Bits)pack(
+                rope(number(first_values[r]), first_weights[r], number(second_values[r]), second_weights[r]), 0);
     }
     if (tid < VALUE_DIM / 8) *(Words4*)(fresh + tid * 8) = value_piece;
     __syncthreads();
@@ -330,30 +338,31 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #else
     const Bits *new_key = with_rope + HEADS * LINE, *new_value = fresh;
 #endif
-    Words4 q[KEY_PIECES];
+    Words4 q_frag[KEY_PIECES];
 #pragma unroll
     for (int n = 0; n < KEY_PIECES; ++n) {
-        q[n] = Words4{{0, 0, 0, 0}};
-        if (g < HEADS && key_dim(n, t) < DIM) q[n] = *(const Words4*)(with_rope + g * LINE + key_dim(n, t));
+        q_frag[n] = Words4{{0, 0, 0, 0}};
+        if (g < HEADS && key_dim(n, t) < DIM) q_frag[n] = *(const Words4*)(with_rope + g * LINE + key_dim(n, t));
     }
 
     const long long group = (long long)request * gridDim.y + blockIdx.y;
-    Sum total[OWN];  // where this block has all splits
-    int ahead = 1;   // units whose loads are in flight
+    SoftmaxPart total[OWN];  // where this block has all splits
+    int loaded_units = 1;    // by this warp so far; a lane has the pages of 32
 #pragma unroll 1
     for (int split = first_split; split < last_split; ++split) {
-        float top = LOWEST, weight = 0;       // of head g: its largest score, the sum of its weights
-        float sums[VALUE_PIECES][4][4] = {};  // [c][j]: of dim value_dim(c, g) + 2j (and of the next one in 2, 3), head
-                                              // 2t (and the next one in 1, 3)
-        const int split_end = min(units, (split + 1) * size);
+        float max_score = LOWEST, sum = 0;  // of head g: its largest score, the sum of its weights
+        // Weighted values [c][j]: of dim value_dim(c, g) + 2j (of the next one in 2, 3), head 2t (the next one in 1,
+        // 3).
+        float acc[VALUE_PIECES][4][4] = {};
+        const int split_end = min(units, (split + 1) * split_units);
 #pragma unroll 1
-        for (; at < split_end; at += WARPS, ++ahead) {
+        for (; unit < split_end; unit += WARPS, ++loaded_units) {
             // Keys are free once the scores are computed, values once they are multiplied: right then the loads of the
             // warp's next unit are issued into the same registers, so that they take the time of the other half.
-            const int base = (first + at) * UNIT, next = base + WARPS * UNIT;
-            const bool more = at + WARPS < end;
-            if ((ahead & 31) == 0) entries = page_of(table, next / UNIT + lane * WARPS, pages_per_row);
-            const int next_page = __shfl_sync(~0u, entries, ahead & 31);
+            const int base = (first_unit + unit) * UNIT, next = base + WARPS * UNIT;
+            const bool has_next = unit + WARPS < end;
+            if ((loaded_units & 31) == 0) lane_page = page_of(row_table, next / UNIT + lane * WARPS, pages_per_row);
+            const int next_page = __shfl_sync(~0u, lane_page, loaded_units & 31);
             if (base + UNIT > position) {  // the new token: also write it to the cache, once per KV head
                 const long long head = (long long)new_page * KV_HEADS + kv;
                 const int in_page = position % PAGE;
@@ -363,9 +372,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
                         for (int n = 0; n < KEY_LOADS; ++n)
                             if (const int dim = LOADED * (4 * n + t); dim < DIM) {
-                                k[i][n] = piece_at(new_key + dim);
+                                k_frag[i][n] = piece_at(new_key + dim);
                                 if (chunk == 0 && !BY_ROW)
-                                    put_piece(keys + head * KEY_HEAD + in_page * DIM + dim, k[i][n]);
+                                    put_piece(k_cache + head * KEY_HEAD + in_page * DIM + dim, k_frag[i][n]);
                             }
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
@@ -373,77 +382,78 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
                         for (int c = 0; c < VALUE_LOADS; ++c)
                             if (const int dim = LOADED * (8 * c + g); dim < VALUE_DIM) {
-                                v[c][i] = piece_at(new_value + dim);
+                                v_frag[c][i] = piece_at(new_value + dim);
                                 if (chunk == 0 && !BY_ROW)
-                                    put_piece(values + head * VALUE_HEAD + in_page * VALUE_DIM + dim, v[c][i]);
+                                    put_piece(v_cache + head * VALUE_HEAD + in_page * VALUE_DIM + dim, v_frag[c][i]);
                             }
 #if FP8
                 if (chunk == 0 && !BY_ROW && lane < 2) {
                     Code* page =
-                        lane ? values + head * VALUE_HEAD + PAGE * VALUE_DIM : keys + head * KEY_HEAD + PAGE * DIM;
+                        lane ? v_cache + head * VALUE_HEAD + PAGE * VALUE_DIM : k_cache + head * KEY_HEAD + PAGE * DIM;
                     page[in_page] = new_scales[lane];
                 }
 #endif
             }
 #if FP8
-            unsigned key_scales[4], value_scales[4],
-                pair_scales[2];  // of tokens 2t, 2t + 1, 2t + 8, 2t + 9; 0 where a stale scale may be NaN
+            // Of tokens 2t, 2t + 1, 2t + 8, 2t + 9; 0 where a stale scale may be NaN.
+            unsigned key_scales[4], value_scales[4], pair_scales[2];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int token = base + i / 2 * 8 + 2 * t + i % 2;
-                const bool is_new = token == position, in = token >= low && token < position;
+                const bool is_new = token == position, in = token >= window_start && token < position;
                 key_scales[i] = is_new ? new_scales[0] : in ? scales[i / 2] >> i % 2 * 8 & 0xff : 0;
                 value_scales[i] = is_new ? new_scales[1] : in ? scales[2 + i / 2] >> i % 2 * 8 & 0xff : 0;
             }
 #pragma unroll
             for (int i = 0; i < 2; ++i) {  // two of fp16, in their high bytes
                 pair_scales[i] = value_scales[2 * i] << 8 | value_scales[2 * i + 1] << 24;
-                if (CODE_UNIT != 1) pair_scales[i] = times(pair_scales[i], 0x1c001c00);  // 2^-8
+                if (CODE_UNIT != 1) pair_scales[i] = hmul2(pair_scales[i], 0x1c001c00);  // 2^-8
             }
 #endif
             // Rows 8 to 15 of the queries' matrix are zeros: heads are at most 8.
-            float s[2][4] = {}, best = LOWEST;  // scores of head g, tokens 2t, 2t + 1 (s[0]) and 8 further (s[1])
+            // Scores of head g and tokens 2t, 2t + 1; in scores[1] of those 8 further.
+            float scores[2][4] = {}, new_max = LOWEST;
 #pragma unroll
             for (int i = 0; i < 2; ++i)
 #pragma unroll
                 for (int n = 0; n < KEY_PIECES; ++n) {
-                    multiply(s[i], q[n].w[0], 0, q[n].w[1], 0, pair_of(k[i][n / EIGHTS], n, 0),
-                             pair_of(k[i][n / EIGHTS], n, 1));
-                    multiply(s[i], q[n].w[2], 0, q[n].w[3], 0, pair_of(k[i][n / EIGHTS], n, 2),
-                             pair_of(k[i][n / EIGHTS], n, 3));
+                    mma(scores[i], q_frag[n].w[0], 0, q_frag[n].w[1], 0, pair_of(k_frag[i][n / EIGHTS], n, 0),
+                        pair_of(k_frag[i][n / EIGHTS], n, 1));
+                    mma(scores[i], q_frag[n].w[2], 0, q_frag[n].w[3], 0, pair_of(k_frag[i][n / EIGHTS], n, 2),
+                        pair_of(k_frag[i][n / EIGHTS], n, 3));
                 }
-            if (more) load_keys(k, keys, next_page, kv, next, low, position, g, t);
+            if (has_next) load_keys(k_frag, k_cache, next_page, kv, next, window_start, position, g, t);
 #pragma unroll
             for (int i = 0; i < 2; ++i)
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     const int token = base + 8 * i + 2 * t + e;
 #if FP8
-                    s[i][e] *= number_of_half(key_scales[2 * i + e] << 8) * CODE_UNIT;  // a power of two
+                    scores[i][e] *= number_of_half(key_scales[2 * i + e] << 8) * CODE_UNIT;  // a power of two
 #endif
-                    s[i][e] *= scale;
-                    if (SOFTCAP) s[i][e] = CAP * tanhf(s[i][e] / CAP);
-                    if (token < low || token > position) s[i][e] = -INFINITE;
-                    best = fmaxf(best, s[i][e]);
+                    scores[i][e] *= scale;
+                    if (SOFTCAP) scores[i][e] = SCORE_CAP * tanhf(scores[i][e] / SCORE_CAP);
+                    if (token < window_start || token > position) scores[i][e] = -INFINITE;
+                    new_max = fmaxf(new_max, scores[i][e]);
                 }
             // Online softmax: the four lanes of a head agree on its largest score so far, and earlier sums are scaled
-            // to it. `weight` is the sum of a lane's tokens until the split ends.
-            best = fmaxf(best, __shfl_xor_sync(~0u, best, 1));
-            best = fmaxf(best, __shfl_xor_sync(~0u, best, 2));
-            best = fmaxf(best, top);
-            const float rescale = power(top - best);
-            top = best;
-            weight *= rescale;
+            // to it. `sum` is the sum of a lane's tokens until the split ends.
+            new_max = fmaxf(new_max, __shfl_xor_sync(~0u, new_max, 1));
+            new_max = fmaxf(new_max, __shfl_xor_sync(~0u, new_max, 2));
+            new_max = fmaxf(new_max, max_score);
+            const float rescale = exp2_approx(max_score - new_max);
+            max_score = new_max;
+            sum *= rescale;
 #pragma unroll
             for (int i = 0; i < 2; ++i)
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
-                    s[i][e] = power(s[i][e] - top);
-                    weight += s[i][e];
+                    scores[i][e] = exp2_approx(scores[i][e] - max_score);
+                    sum += scores[i][e];
                 }
-            const unsigned p0 = pack(s[0][0], s[0][1]), p1 = pack(s[1][0], s[1][1]);
-            const float rescale0 = __shfl_sync(~0u, rescale, 8 * t),
-                        rescale1 = __shfl_sync(~0u, rescale, 8 * t + 4);  // of heads 2t and 2t + 1
+            const unsigned weights0 = pack(scores[0][0], scores[0][1]), weights1 = pack(scores[1][0], scores[1][1]);
+            // Of heads 2t and 2t + 1.
+            const float rescale0 = __shfl_sync(~0u, rescale, 8 * t), rescale1 = __shfl_sync(~0u, rescale, 8 * t + 4);
 #pragma unroll
             for (int c = 0; c < VALUE_PIECES; ++c)
 #pragma unroll
@@ -453,34 +463,34 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                     for (int i = 0; i < 4; i += 2) {
 #if FP8
                         const int w = c % EIGHTS * 2 + j / 2;
-                        const unsigned codes =
-                            __byte_perm(v[c / EIGHTS][i].w[w], v[c / EIGHTS][i + 1].w[w], j % 2 ? 0x7362 : 0x5140);
-                        pairs[i] = times(halves_of(codes, 0), pair_scales[i / 2]);
-                        pairs[i + 1] = times(halves_of(codes, 1), pair_scales[i / 2]);
+                        const unsigned codes = __byte_perm(v_frag[c / EIGHTS][i].w[w], v_frag[c / EIGHTS][i + 1].w[w],
+                                                           j % 2 ? 0x7362 : 0x5140);
+                        pairs[i] = hmul2(e4m3_to_half2(codes, 0), pair_scales[i / 2]);
+                        pairs[i + 1] = hmul2(e4m3_to_half2(codes, 1), pair_scales[i / 2]);
 #else
-                        pairs[i] = __byte_perm(v[c][i].w[j], v[c][i + 1].w[j], 0x5410);
-                        pairs[i + 1] = __byte_perm(v[c][i].w[j], v[c][i + 1].w[j], 0x7632);
+                        pairs[i] = __byte_perm(v_frag[c][i].w[j], v_frag[c][i + 1].w[j], 0x5410);
+                        pairs[i + 1] = __byte_perm(v_frag[c][i].w[j], v_frag[c][i + 1].w[j], 0x7632);
 #endif
                     }
-                    sums[c][j][0] *= rescale0;
-                    sums[c][j][1] *= rescale1;
-                    sums[c][j][2] *= rescale0;
-                    sums[c][j][3] *= rescale1;
-                    multiply(sums[c][j], pairs[0], pairs[1], pairs[2], pairs[3], p0, p1);
+                    acc[c][j][0] *= rescale0;
+                    acc[c][j][1] *= rescale1;
+                    acc[c][j][2] *= rescale0;
+                    acc[c][j][3] *= rescale1;
+                    mma(acc[c][j], pairs[0], pairs[1], pairs[2], pairs[3], weights0, weights1);
                 }
-            if (more) load_values(v, values, next_page, kv, next, low, position, g, t);
+            if (has_next) load_values(v_frag, v_cache, next_page, kv, next, window_start, position, g, t);
 #if FP8
-            if (more) load_scales(scales, keys, values, next_page, kv, next, t);
+            if (has_next) load_scales(scales, k_cache, v_cache, next_page, kv, next, t);
 #endif
         }
 
         // Combine the parts of the warps, in the order of the warps.
-        weight += __shfl_xor_sync(~0u, weight, 1);
-        weight += __shfl_xor_sync(~0u, weight, 2);
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
         if (split > first_split) __syncthreads();  // all warps have read the parts of the previous split
         if (t == 0 && g < HEADS) {
-            tops[warp * HEADS + g] = top;
-            weights[warp * HEADS + g] = weight;
+            tops[warp * HEADS + g] = max_score;
+            weights[warp * HEADS + g] = sum;
         }
 #pragma unroll
         for (int c = 0; c < VALUE_PIECES; ++c)
@@ -488,8 +498,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             for (int e = 0; e < 2; ++e)
                 if (2 * t + e < HEADS && value_dim(c, g) < VALUE_DIM) {
                     Vec4* to = (Vec4*)(parts + (warp * HEADS + 2 * t + e) * VALUE_DIM + value_dim(c, g));
-                    to[0] = Vec4{{sums[c][0][e], sums[c][0][2 + e], sums[c][1][e], sums[c][1][2 + e]}};
-                    to[1] = Vec4{{sums[c][2][e], sums[c][2][2 + e], sums[c][3][e], sums[c][3][2 + e]}};
+                    to[0] = Vec4{{acc[c][0][e], acc[c][0][2 + e], acc[c][1][e], acc[c][1][2 + e]}};
+                    to[1] = Vec4{{acc[c][2][e], acc[c][2][2 + e], acc[c][3][e], acc[c][3][2 + e]}};
                 }
         __syncthreads();
         const long long part = group * MOST + split;
@@ -497,19 +507,19 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         for (int i = 0; i < OWN; ++i) {
             const int item = tid + i * THREADS, head = item / (VALUE_DIM / 4), place = item % (VALUE_DIM / 4) * 4;
             if (head >= heads) continue;  // also true after the last item
-            Sum sum;
+            SoftmaxPart combined;
 #pragma unroll
             for (int w = 0; w < WARPS; ++w)
-                sum.add(tops[w * HEADS + head], weights[w * HEADS + head],
-                        *(const Vec4*)(parts + (w * HEADS + head) * VALUE_DIM + place));
+                combined.add(tops[w * HEADS + head], weights[w * HEADS + head],
+                             *(const Vec4*)(parts + (w * HEADS + head) * VALUE_DIM + place));
             if (blocks == 1) {  // this block has all splits: combine them as the last block would, in registers
-                total[i].add(sum.top, sum.weight, sum.values);
+                total[i].add(combined.max_score, combined.sum, combined.values);
                 continue;
             }
-            *(Vec4*)(partials + (part * ITEMS + item) * 4) = sum.values;
+            *(Vec4*)(partials + (part * ITEMS + item) * 4) = combined.values;
             if (place == 0) {
-                stats[(part * HEADS + head) * 2] = sum.top;
-                stats[(part * HEADS + head) * 2 + 1] = sum.weight;
+                stats[(part * HEADS + head) * 2] = combined.max_score;
+                stats[(part * HEADS + head) * 2 + 1] = combined.sum;
             }
         }
     }
@@ -525,7 +535,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     // next one its reads after that.
     __syncthreads();
     if (tid == 0) {
-        is_last = arrive(counters + group) == blocks - 1;
+        is_last = atomic_increment(counters + group) == blocks - 1;
         if (is_last) counters[group] = 0;  // for the next launch
     }
     __syncthreads();
@@ -533,22 +543,22 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (unsigned item = tid; item < ITEMS; item += THREADS) {
         const int head = item / (VALUE_DIM / 4);
         if (head >= heads) continue;
-        Sum sum;
+        SoftmaxPart combined;
         for (int from = 0; from < splits; from += 8) {  // eight loads in flight
             Vec4 split_values[8];
-            float tops_read[8], weights_read[8];
+            float split_max[8], split_sum[8];
 #pragma unroll
             for (int s = 0; s < 8; ++s)
                 if (from + s < splits) {
                     const long long part = group * MOST + from + s;
-                    split_values[s] = load_fresh((const Vec4*)(partials + (part * ITEMS + item) * 4));
-                    tops_read[s] = load_fresh(stats + (part * HEADS + head) * 2);
-                    weights_read[s] = load_fresh(stats + (part * HEADS + head) * 2 + 1);
+                    split_values[s] = load_cg((const Vec4*)(partials + (part * ITEMS + item) * 4));
+                    split_max[s] = load_cg(stats + (part * HEADS + head) * 2);
+                    split_sum[s] = load_cg(stats + (part * HEADS + head) * 2 + 1);
                 }
 #pragma unroll
             for (int s = 0; s < 8; ++s)
-                if (from + s < splits) sum.add(tops_read[s], weights_read[s], split_values[s]);
+                if (from + s < splits) combined.add(split_max[s], split_sum[s], split_values[s]);
         }
-        sum.write(out_heads + item * 4, queries + head * QUERY_DIM + DIM);
+        combined.write(out_heads + item * 4, queries + head * QUERY_DIM + DIM);
     }
 }

@@ -3,31 +3,31 @@
 // Weights are as MatMulNBits has them: uint8 less 128, or four bits less 8, the first of two in the low half of a byte;
 // scales fp16 [out_features, num_groups], 2^8 times as large as they are, so that few are too small for fp16.
 //
-// gemv, of up to eight rows, or up to sixteen (HALVES is 2): a warp computes 16 * TILES outputs over a part of
+// gemv, of up to eight rows, or up to sixteen (TILES_N is 2): a warp computes 16 * TILES_M outputs over a part of
 // in_features with mma.m16n8k16: weights are matrix A, rows of activations the columns of B, accumulators are fp32. Of
-// a block's warps, ACROSS compute different outputs from the same columns, so that the activations they share stay in
-// the L1 cache, and DEEP compute the same outputs from different columns. In turn, each takes PIECES contiguous pieces
-// of 512 bits of a weight's row for each four lanes. A sum does not depend on which of the four lanes holds which
-// column, as long as A and B agree: so each lane reads 16 contiguous bytes of weights, and the same columns of
+// a block's warps, WARPS_M compute different outputs from the same columns, so that the activations they share stay in
+// the L1 cache, and WARPS_K compute the same outputs from different columns. In turn, each takes PIECES contiguous
+// pieces of 512 bits of a weight's row for each four lanes. A sum does not depend on which of the four lanes holds
+// which column, as long as A and B agree: so each lane reads 16 contiguous bytes of weights, and the same columns of
 // activations. Weights are loaded one turn ahead, the first before the previous kernel has ended; with PREFETCH the L2
-// cache prefetches 256 bytes at a time. A weight may be the concatenation of up to three, each with a separate output.
-#include "overlap.cuh"
+// cache prefetches 256 bytes at a time.
+#include "outputs.cuh"
 
 #define UNSCALE 0.00390625f
 
 #if KIND == 1
 #ifndef ON_HOST  // where the test has its own
-__device__ __forceinline__ u32 sub2(u32 a, u32 b) {
+__device__ __forceinline__ u32 hsub2(u32 a, u32 b) {
     u32 r;
     asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
     return r;
 }
-__device__ __forceinline__ u32 mul2(u32 a, u32 b) {
+__device__ __forceinline__ u32 hmul2(u32 a, u32 b) {
     u32 r;
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
     return r;
 }
-__device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
+__device__ __forceinline__ u32 hfma2(u32 a, u32 b, u32 c) {
     u32 r;
     asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
     return r;
@@ -43,14 +43,14 @@ __device__ __forceinline__ void mma(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u3
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-__device__ __forceinline__ uint4 stream(const uint4* from) {  // read once: not kept in L1
+__device__ __forceinline__ uint4 load_streaming(const uint4* from) {  // read once: not kept in L1
     uint4 r;
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
                  : "l"(from));
     return r;
 }
-__device__ __forceinline__ uint4 stream_ahead(const uint4* from) {
+__device__ __forceinline__ uint4 load_streaming_prefetch(const uint4* from) {
     uint4 r;
     asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
@@ -67,132 +67,131 @@ __device__ __forceinline__ uint4 stream_ahead(const uint4* from) {
 template <int BITS>
 __device__ __forceinline__ void unpack(u32 word, u32 scale, u32* pairs) {
     if (BITS == 8) {
-        pairs[0] = mul2(sub2(__byte_perm(word, 0x64646464u, 0x4140), 0x64806480u), scale);
-        pairs[1] = mul2(sub2(__byte_perm(word, 0x64646464u, 0x4342), 0x64806480u), scale);
+        pairs[0] = hmul2(hsub2(__byte_perm(word, 0x64646464u, 0x4140), 0x64806480u), scale);
+        pairs[1] = hmul2(hsub2(__byte_perm(word, 0x64646464u, 0x4342), 0x64806480u), scale);
     } else {
         u32 high = word >> 8;
-        pairs[0] = mul2(sub2(mask_or(word, 0x000f000fu, 0x64006400u), 0x64086408u), scale);
-        pairs[1] = mul2(fma2(mask_or(word, 0x00f000f0u, 0x64006400u), 0x2c002c00u, 0xd480d480u), scale);  // / 16 - 72
-        pairs[2] = mul2(sub2(mask_or(high, 0x000f000fu, 0x64006400u), 0x64086408u), scale);
-        pairs[3] = mul2(fma2(mask_or(high, 0x00f000f0u, 0x64006400u), 0x2c002c00u, 0xd480d480u), scale);
+        pairs[0] = hmul2(hsub2(mask_or(word, 0x000f000fu, 0x64006400u), 0x64086408u), scale);
+        pairs[1] = hmul2(hfma2(mask_or(word, 0x00f000f0u, 0x64006400u), 0x2c002c00u, 0xd480d480u), scale);  // / 16 - 72
+        pairs[2] = hmul2(hsub2(mask_or(high, 0x000f000fu, 0x64006400u), 0x64086408u), scale);
+        pairs[3] = hmul2(hfma2(mask_or(high, 0x00f000f0u, 0x64006400u), 0x2c002c00u, 0xd480d480u), scale);
     }
 }
 
-template <int BITS, int TILES, int ACROSS, int DEEP, int HALVES, int PIECES, bool PREFETCH>
+template <int BITS, int TILES_M, int WARPS_M, int WARPS_K, int TILES_N, int PIECES, bool PREFETCH>
 __device__ __forceinline__ void gemv(const uint4* weight, const unsigned short* scales, const uint4* x,
                                      unsigned short* first_out, unsigned short* second_out, unsigned short* third_out,
                                      int first_end, int second_end, int out_features, int in_features, int group_size,
                                      int rows) {
-    constexpr int LANE = 128 / BITS, PARTS = LANE / 8;  // columns of a lane, and how many 16 bytes they are as fp16
-    constexpr int WORD = 32 / BITS / 2;                 // pairs
-    constexpr int OUTPUTS = ACROSS * TILES * 16, THREADS = ACROSS * DEEP * 32;
-    constexpr int TURN = 4 * PIECES,
-                  STEP = DEEP * TURN;  // units that a warp takes at once, and those that share its outputs
-    __shared__ float sums[DEEP][OUTPUTS][8 * HALVES + 1];  // + 1: the rows of an output begin in different banks
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4, four = lane % 4;
-    int across = warp % ACROSS, deep = warp / ACROSS;
-    int first = blockIdx.x * OUTPUTS, groups = in_features / group_size;
-    int units = in_features / LANE;  // of 16 bytes, in a row of the weight
-    float acc[TILES][HALVES][4] = {};
-    const uint4* from[2 * TILES];
-    const unsigned short* scale_from[2 * TILES];
+    const Outputs outputs = {first_out, second_out, third_out, first_end, second_end, out_features};
+    constexpr int LANE_COLUMNS = 128 / BITS, LANE_VECTORS = LANE_COLUMNS / 8;  // of weights; as 16 bytes of fp16
+    constexpr int WORD_PAIRS = 32 / BITS / 2;
+    constexpr int OUTPUTS = WARPS_M * TILES_M * 16, THREADS = WARPS_M * WARPS_K * 32;
+    // Units of 16 bytes of a weight's row, which a warp takes at once, and which the warps of an output take.
+    constexpr int WARP_UNITS = 4 * PIECES, BLOCK_UNITS = WARPS_K * WARP_UNITS;
+    __shared__ float sums[WARPS_K][OUTPUTS][8 * TILES_N + 1];  // + 1: the rows of an output begin in different banks
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane / 4, quad_lane = lane % 4;
+    int warp_m = warp % WARPS_M, warp_k = warp / WARPS_M;
+    int first_output = blockIdx.x * OUTPUTS, groups = in_features / group_size;
+    int units = in_features / LANE_COLUMNS;  // in a row of the weight
+    float acc[TILES_M][TILES_N][4] = {};
+    const uint4* from[2 * TILES_M];
+    const unsigned short* scale_from[2 * TILES_M];
 #pragma unroll
-    for (int i = 0; i < 2 * TILES; i++) {
-        int out = first + across * TILES * 16 + i * 8 + row;
+    for (int i = 0; i < 2 * TILES_M; i++) {
+        int out = first_output + warp_m * TILES_M * 16 + i * 8 + quad;
         out = out < out_features ? out : out_features - 1;
         from[i] = weight + (long long)out * units;
         scale_from[i] = scales + (long long)out * groups;
     }
-    uint4 next[PIECES][2 * TILES];
-    unsigned short next_scale[PIECES][2 * TILES];
+    uint4 next[PIECES][2 * TILES_M];
+    unsigned short next_scale[PIECES][2 * TILES_M];
     auto load = [&](int at) {
 #pragma unroll
         for (int n = 0; n < PIECES; n++) {
-            int unit = at + n * 4 + four;
+            int unit = at + n * 4 + quad_lane;
             if (unit >= units) unit = 0;
-            int group = unit * LANE / group_size;
+            int group = unit * LANE_COLUMNS / group_size;
 #pragma unroll
-            for (int i = 0; i < 2 * TILES; i++) {
-                next[n][i] = PREFETCH ? stream_ahead(from[i] + unit) : stream(from[i] + unit);
+            for (int i = 0; i < 2 * TILES_M; i++) {
+                next[n][i] = PREFETCH ? load_streaming_prefetch(from[i] + unit) : load_streaming(from[i] + unit);
                 next_scale[n][i] = scale_from[i][group];
             }
         }
     };
     next_may_start();
-    load(deep * TURN);
+    load(warp_k * WARP_UNITS);
     wait_for_previous();
 #pragma unroll 1
-    for (int at = deep * TURN; at < units; at += STEP) {
-        uint4 words[PIECES][2 * TILES];
-        u32 scale[PIECES][2 * TILES];
+    for (int at = warp_k * WARP_UNITS; at < units; at += BLOCK_UNITS) {
+        uint4 words[PIECES][2 * TILES_M];
+        u32 scale[PIECES][2 * TILES_M];
 #pragma unroll
         for (int n = 0; n < PIECES; n++)
 #pragma unroll
-            for (int i = 0; i < 2 * TILES; i++) {
+            for (int i = 0; i < 2 * TILES_M; i++) {
                 words[n][i] = next[n][i];
                 scale[n][i] = next_scale[n][i] * 0x10001u;  // in both halves
             }
-        if (at + STEP < units) load(at + STEP);
+        if (at + BLOCK_UNITS < units) load(at + BLOCK_UNITS);
 #pragma unroll
         for (int n = 0; n < PIECES; n++) {
-            int unit = at + n * 4 + four;
-            uint4 b[HALVES][PARTS];
+            int unit = at + n * 4 + quad_lane;
+            uint4 b[TILES_N][LANE_VECTORS];
 #pragma unroll
-            for (int i = 0; i < HALVES * PARTS; i++) {
-                int request = row + i / PARTS * 8, part = i % PARTS;
+            for (int i = 0; i < TILES_N * LANE_VECTORS; i++) {
+                int row = quad + i / LANE_VECTORS * 8, vector = i % LANE_VECTORS;
                 uint4 v = make_uint4(0, 0, 0, 0);
-                if (unit < units && request < rows) v = x[(long long)request * (in_features / 8) + unit * PARTS + part];
+                if (unit < units && row < rows)
+                    v = x[(long long)row * (in_features / 8) + unit * LANE_VECTORS + vector];
                 if (BITS == 4)  // in the order of the pairs
                     v = make_uint4(__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632),
                                    __byte_perm(v.y, v.w, 0x5410), __byte_perm(v.y, v.w, 0x7632));
-                b[i / PARTS][part] = v;
+                b[i / LANE_VECTORS][vector] = v;
             }
 #pragma unroll
-            for (int tile = 0; tile < TILES; tile++) {
+            for (int tile = 0; tile < TILES_M; tile++) {
                 const u32 *low = (const u32*)&words[n][2 * tile], *high = (const u32*)&words[n][2 * tile + 1];
-                u32 a[2][4 * WORD];
+                u32 a[2][4 * WORD_PAIRS];
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    unpack<BITS>(low[i], scale[n][2 * tile], &a[0][i * WORD]);
-                    unpack<BITS>(high[i], scale[n][2 * tile + 1], &a[1][i * WORD]);
+                    unpack<BITS>(low[i], scale[n][2 * tile], &a[0][i * WORD_PAIRS]);
+                    unpack<BITS>(high[i], scale[n][2 * tile + 1], &a[1][i * WORD_PAIRS]);
                 }
 #pragma unroll
-                for (int i = 0; i < HALVES * 4 * WORD; i += 2) {
-                    int other = i / (4 * WORD), k = i % (4 * WORD);
-                    const u32* columns = (const u32*)b[other];
-                    mma(acc[tile][other], a[0][k], a[1][k], a[0][k + 1], a[1][k + 1], columns[k], columns[k + 1]);
+                for (int i = 0; i < TILES_N * 4 * WORD_PAIRS; i += 2) {
+                    int tile_n = i / (4 * WORD_PAIRS), k = i % (4 * WORD_PAIRS);
+                    const u32* columns = (const u32*)b[tile_n];
+                    mma(acc[tile][tile_n], a[0][k], a[1][k], a[0][k + 1], a[1][k + 1], columns[k], columns[k + 1]);
                 }
             }
         }
     }
 #pragma unroll
-    for (int tile = 0; tile < TILES; tile++)
+    for (int tile = 0; tile < TILES_M; tile++)
 #pragma unroll
-        for (int i = 0; i < HALVES * 4; i++)
-            sums[deep][(across * TILES + tile) * 16 + row + i % 4 / 2 * 8][i / 4 * 8 + four * 2 + i % 2] =
+        for (int i = 0; i < TILES_N * 4; i++)
+            sums[warp_k][(warp_m * TILES_M + tile) * 16 + quad + i % 4 / 2 * 8][i / 4 * 8 + quad_lane * 2 + i % 2] =
                 acc[tile][i / 4][i % 4];
     __syncthreads();
     for (int i = threadIdx.x; i < OUTPUTS * rows; i += THREADS) {
-        int of = i % OUTPUTS, request = i / OUTPUTS, out = first + of;
-        if (out >= out_features) continue;
+        int output = i % OUTPUTS, row = i / OUTPUTS;
+        if (first_output + output >= out_features) continue;
         float sum = 0;  // of the warps' columns, in their order: a row has the same bits in any batch
 #pragma unroll
-        for (int other = 0; other < DEEP; other++) sum += sums[other][of][request];
-        unsigned short result = narrow(sum * UNSCALE);
-        if (out < first_end) first_out[(long long)request * first_end + out] = result;
-        else if (out < second_end) second_out[(long long)request * (second_end - first_end) + out - first_end] = result;
-        else third_out[(long long)request * (out_features - second_end) + out - second_end] = result;
+        for (int k = 0; k < WARPS_K; k++) sum += sums[k][output][row];
+        outputs.store(row, first_output + output, narrow(sum * UNSCALE));
     }
 }
 
-#define GEMV(NAME, BITS, TILES, ACROSS, DEEP, HALVES, PIECES, PREFETCH, THREADS) \
+#define GEMV(NAME, BITS, TILES_M, WARPS_M, WARPS_K, TILES_N, PIECES, PREFETCH, THREADS) \
     extern "C" __global__ void __launch_bounds__(THREADS) \
         NAME(const uint4* weight, const unsigned short* scales, const uint4* x, unsigned short* first_out, \
              unsigned short* second_out, unsigned short* third_out, int first_end, int second_end, int out_features, \
              int in_features, int group_size, int rows) { \
-        gemv<BITS, TILES, ACROSS, DEEP, HALVES, PIECES, PREFETCH>(weight, scales, x, first_out, second_out, third_out, \
-                                                                  first_end, second_end, out_features, in_features, \
-                                                                  group_size, rows); \
+        gemv<BITS, TILES_M, WARPS_M, WARPS_K, TILES_N, PIECES, PREFETCH>(weight, scales, x, first_out, second_out, \
+                                                                         third_out, first_end, second_end, \
+                                                                         out_features, in_features, group_size, rows); \
     }
 // gemv_BITS_OUTPUTS_WARPS_ROWS, OUTPUTS and WARPS of a block. The fastest on an H200 for 4096, 12288 and 22016 outputs:
 // products.py chooses.

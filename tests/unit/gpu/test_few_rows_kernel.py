@@ -36,14 +36,14 @@ inline int min(int a, int b) { return a < b ? a : b; }
 inline float part(u32 pair, int high) { return number(high ? pair >> 16 : pair & 0xffff); }
 inline void next_may_start() {}
 inline void wait_for_previous() {}
-inline void commit() {}
-inline void wait_for_stage() {}
+inline void cp_async_commit() {}
+template <int GROUPS> void cp_async_wait() {}
 static unsigned char memory[3 << 16];
 inline u32 shared_memory() { return 0; }
-inline void copy_async(u32 to, const void* from, bool in) {
+inline void cp_async(u32 to, const void* from, bool in) {
     in ? memcpy(memory + to, from, 16) : memset(memory + to, 0, 16);
 }
-void load_matrices(u32 from, u32* r) {
+void ldmatrix(u32 from, u32* r) {
     const int lane = threadIdx.x % 32;
     for (int i = 0; i < 4; i++) {
         const u32 row = exchange(from, threadIdx.x - lane + i * 8 + lane / 4);
@@ -79,8 +79,7 @@ HALVES = r"""
 RUN(few_rows_8) RUN(few_rows_16) RUN(few_rows_32) RUN(few_rows_64) RUN(many_rows)
 """
 EXPERT_ROWS = r"""
-template <int COUNT> void wait_but_for() {}
-void load_across(u32 from, u32* r) {
+void ldmatrix_trans(u32 from, u32* r) {
     const int lane = threadIdx.x % 32;
     for (int i = 0; i < 8; i++) {
         const u32 row = exchange(from, threadIdx.x - lane + i / 2 * 8 + lane % 4 * 2 + i % 2);
@@ -104,8 +103,8 @@ EXPERTS = (
 #include "expert_products.cu"
 #define RUN(NAME) extern "C" void run_##NAME( \
     int blocks, const unsigned short* weight, const unsigned short* x, unsigned short* out, const int* order, \
-    const Tile* tiles, int sharing, int outs, int ins, int out_blocks) { \
-    launch(blocks, [=] { NAME(weight, x, out, order, tiles, sharing, outs, ins, out_blocks); }); }
+    const Tile* tiles, int rows_per_input, int outs, int ins, int output_blocks) { \
+    launch(blocks, [=] { NAME(weight, x, out, order, tiles, rows_per_input, outs, ins, output_blocks); }); }
 RUN(experts_8) RUN(experts_16) RUN(experts_64) RUN(experts_128)
 RUN(across_8) RUN(across_16) RUN(across_64) RUN(across_128)
 """
@@ -113,8 +112,8 @@ RUN(across_8) RUN(across_16) RUN(across_64) RUN(across_128)
 SMALL_EXPERTS = (
     EXPERT_ROWS
     + r"""
-inline u32 sub2(u32 a, u32 b) { return narrow(part(a, 0) - part(b, 0)) | (u32)narrow(part(a, 1) - part(b, 1)) << 16; }
-inline u32 sum2(u32 a, u32 b) { return narrow(part(a, 0) + part(b, 0)) | (u32)narrow(part(a, 1) + part(b, 1)) << 16; }
+inline u32 hsub2(u32 a, u32 b) { return narrow(part(a, 0) - part(b, 0)) | (u32)narrow(part(a, 1) - part(b, 1)) << 16; }
+inline u32 hadd2(u32 a, u32 b) { return narrow(part(a, 0) + part(b, 0)) | (u32)narrow(part(a, 1) + part(b, 1)) << 16; }
 inline float of_bits(u32 bits) { return as<float>(bits); }
 inline u32 __byte_perm(u32 a, u32 b, u32 choice) {
     const unsigned long long all = (unsigned long long)b << 32 | a;
@@ -125,15 +124,16 @@ inline u32 __byte_perm(u32 a, u32 b, u32 choice) {
 #include "expert_small_weights.cu"
 #define RUN(NAME) extern "C" void run_##NAME( \
     int blocks, const unsigned char* weight, const void* scales, const unsigned short* x, unsigned short* out, \
-    const int* order, const Tile* tiles, int sharing, int outs, int ins, int group, int out_blocks) { \
-    launch(blocks, [=] { NAME(weight, scales, x, out, order, tiles, sharing, outs, ins, group, out_blocks); }); }
+    const int* order, const Tile* tiles, int rows_per_input, int outs, int ins, int group, int output_blocks) { \
+    launch(blocks, [=] { \
+        NAME(weight, scales, x, out, order, tiles, rows_per_input, outs, ins, group, output_blocks); }); }
 RUN(small_8_8) RUN(small_8_16) RUN(small_8_64) RUN(small_4_8) RUN(small_4_16) RUN(small_4_64)
 RUN(e2m1_8) RUN(e2m1_16) RUN(e2m1_64)
 #if KIND == 2
 #define RUN_DENSE(NAME) extern "C" void run_##NAME( \
     int blocks, const unsigned char* weight, const void* scales, const unsigned short* x, unsigned short* out, \
-    int outs, int ins, int group, int out_blocks, int rows) { \
-    launch(blocks, [=] { NAME(weight, scales, x, out, outs, ins, group, out_blocks, rows); }); }
+    int outs, int ins, int group, int output_blocks, int rows) { \
+    launch(blocks, [=] { NAME(weight, scales, x, out, outs, ins, group, output_blocks, rows); }); }
 RUN_DENSE(dense_8_8) RUN_DENSE(dense_8_16) RUN_DENSE(dense_8_64)
 RUN_DENSE(dense_4_8) RUN_DENSE(dense_4_16) RUN_DENSE(dense_4_64)
 #endif
@@ -144,13 +144,13 @@ FLOAT32 = (
     + r"""
 #include "float32_products.cu"
 #define RUN(NAME) extern "C" void run_##NAME( \
-    int blocks, const float* weight, const Number* x, float* out, const int* order, const Tile* tiles, int sharing, \
-    int outs, int ins, int out_blocks) { \
-    launch(blocks, [=] { NAME(weight, x, out, order, tiles, sharing, outs, ins, out_blocks); }); }
+    int blocks, const float* weight, const Number* x, float* out, const int* order, const Tile* tiles, \
+    int rows_per_input, int outs, int ins, int output_blocks) { \
+    launch(blocks, [=] { NAME(weight, x, out, order, tiles, rows_per_input, outs, ins, output_blocks); }); }
 RUN(experts_8) RUN(experts_16) RUN(experts_64) RUN(across_8) RUN(across_16) RUN(across_64)
 #define RUN_DENSE(NAME) extern "C" void run_##NAME( \
-    int blocks, const float* weight, const Number* x, float* out, int outs, int ins, int out_blocks, int rows) { \
-    launch(blocks, [=] { NAME(weight, x, out, outs, ins, out_blocks, rows); }); }
+    int blocks, const float* weight, const Number* x, float* out, int outs, int ins, int output_blocks, int rows) { \
+    launch(blocks, [=] { NAME(weight, x, out, outs, ins, output_blocks, rows); }); }
 RUN_DENSE(float32_8) RUN_DENSE(float32_16) RUN_DENSE(float32_64)
 """
 )
@@ -162,7 +162,9 @@ inline float number_of(u32 code) {
     float size = std::ldexp((float)((code & 7) + ((code >> 3 & 15) ? 8 : 0)), exponent - 10);
     return code & 0x80 ? -size : size;
 }
-inline u32 halves_of(u32 codes) { return narrow(number_of(codes & 255)) | (u32)narrow(number_of(codes >> 8)) << 16; }
+inline u32 e4m3_to_half2(u32 codes) {
+    return narrow(number_of(codes & 255)) | (u32)narrow(number_of(codes >> 8)) << 16;
+}
 inline int max(int a, int b) { return a < b ? b : a; }
 inline u32 max(u32 a, u32 b) { return a < b ? b : a; }
 template <int WARPS> u32 block_max(u32 value) {
@@ -268,9 +270,9 @@ class ExpertRows:
         assert sorted(self.order[:-1]) == list(range(count)) and self.order[-1] == -7 and (self.tiles[-1] == -7).all()
         assert np.array_equal(self.numbers[self.order[:-1]], np.sort(self.numbers))
         out = aligned(np.full((count + 1, outs), 7, self.x.dtype))
-        out_blocks = -(-outs // outputs)
+        output_blocks = -(-outs // outputs)
         arrays = map(pointer, (*inputs, self.x, out, self.order, self.tiles))
-        run(self.most * out_blocks, *arrays, self.per_token, *sizes, out_blocks)
+        run(self.most * output_blocks, *arrays, self.per_token, *sizes, output_blocks)
         rows = [expected(self.numbers[row], self.x[[row // self.per_token]])[0] for row in range(count)]
         assert np.array_equal(out[:-1], np.array(rows).astype(out.dtype)) and (out[-1] == 7).all()
 
@@ -364,9 +366,9 @@ def test_rows_times_float32_weights_are_accumulated_in_order(library, dtype, til
 def check_dense(run, tile_rows: int, outputs: int, x, given, sizes: Sequence[int], expected, dtype=BFLOAT16) -> None:
     """All rows but the last two, which stay as they are; expected: [rows, out_features] float32."""
     out = aligned(np.full((len(x), sizes[0]), 7, dtype))
-    out_blocks = -(-sizes[0] // outputs)
+    output_blocks = -(-sizes[0] // outputs)
     count = len(x) - 2
-    run(out_blocks * -(-count // tile_rows), *map(pointer, (*given, x, out)), *sizes, out_blocks, count)
+    run(output_blocks * -(-count // tile_rows), *map(pointer, (*given, x, out)), *sizes, output_blocks, count)
     assert np.array_equal(out[:count], expected[:count].astype(dtype)) and (out[count:] == 7).all()
 
 

@@ -32,12 +32,12 @@ inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 #include "numbers.cuh"
 inline float part(u32 pair, int high) { return number(high ? pair >> 16 : pair & 0xffff); }
 template <typename F> u32 pairs(F f) { return narrow(f(0)) | (u32)narrow(f(1)) << 16; }
-inline u32 sub2(u32 a, u32 b) { return pairs([=](int i) { return part(a, i) - part(b, i); }); }
-inline u32 mul2(u32 a, u32 b) { return pairs([=](int i) { return part(a, i) * part(b, i); }); }
-inline u32 fma2(u32 a, u32 b, u32 c) { return pairs([=](int i) { return part(a, i) * part(b, i) + part(c, i); }); }
+inline u32 hsub2(u32 a, u32 b) { return pairs([=](int i) { return part(a, i) - part(b, i); }); }
+inline u32 hmul2(u32 a, u32 b) { return pairs([=](int i) { return part(a, i) * part(b, i); }); }
+inline u32 hfma2(u32 a, u32 b, u32 c) { return pairs([=](int i) { return part(a, i) * part(b, i) + part(c, i); }); }
 inline u32 mask_or(u32 a, u32 mask, u32 bits) { return a & mask | bits; }
-inline uint4 stream(const uint4* from) { return *from; }
-inline uint4 stream_ahead(const uint4* from) { return *from; }
+inline uint4 load_streaming(const uint4* from) { return *from; }
+inline uint4 load_streaming_prefetch(const uint4* from) { return *from; }
 inline void next_may_start() {}
 inline void wait_for_previous() {}
 inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
