@@ -13,8 +13,8 @@ import numpy as np
 from lockstep.step.logits_pipeline import Masks, Row, Sampler, candidates, choose
 from lockstep.step.noise import Draw, exponential_noise
 from lockstep.step.sampling import Logprobs, Sampled, Sampling
-from lockstep_gpu.sampling_records import PARAMETERS as SAMPLING
-from lockstep_gpu.sampling_records import parameters
+from lockstep_gpu.logits_tables import PARAMETERS as SAMPLING
+from lockstep_gpu.logits_tables import parameters
 
 __all__ = [
     "CASES",

@@ -9,8 +9,7 @@ import numpy as np
 from lockstep.step.logits_pipeline import Masks, Sampler
 from lockstep.step.sampling import Logprobs
 from lockstep_gpu import cuda
-from lockstep_gpu.logits_tables import LogitsTables
-from lockstep_gpu.sampling_records import MASKED, PARAMETERS, parameters
+from lockstep_gpu.logits_tables import MASKED, PARAMETERS, LogitsTables, parameters
 from lockstep_gpu.staging import Staging
 
 _UNKNOWN = -1  # a token that is on the device only
@@ -25,7 +24,7 @@ class DecodeState:
         token_ids, positions: [slots] of dtype `integer`. Any valid values in slots that don't decode.
         rows: [slots] int32: the slot's own number, or -1 if it doesn't decode.
         next_tokens: [slots] int32: the token chosen last; -1 if the logits were NaN or infinite.
-        samplings: [slots] sampling_records.PARAMETERS. They change with a slot's request, not each step.
+        samplings: [slots] logits_tables.PARAMETERS. They change with a slot's request, not each step.
         adapter_ids: [slots] of dtype `integer`: the slot's adapter slot, or -1. They change with a slot's request.
         adapters: The host's adapter_ids, which the caller changes between steps; None if blocks take no adapters.
     """
@@ -87,7 +86,7 @@ class DecodeState:
         return any(samplings[name].any() for name in ("temperature", "changes", "num_logprobs"))
 
     @property
-    def tells_logprobs(self) -> bool:
+    def returns_logprobs(self) -> bool:
         """Return whether any slot requests log-probabilities."""
         return bool(self._samplings["num_logprobs"].any())
 

@@ -26,8 +26,7 @@ from lockstep.step.pages import PAGE_SIZE
 from lockstep.step.sampling import Logprobs
 from lockstep.weights.adapters import AdapterWriter, LoraArrays
 from lockstep_gpu import cuda
-from lockstep_gpu.plan import StepPlan
-from lockstep_gpu.ranks.blocks import MAX_VERIFY_TOKENS
+from lockstep_gpu.plan import MAX_VERIFY_TOKENS, StepPlan
 from lockstep_gpu.resident_adapters import ResidentAdapters
 from lockstep_gpu.runner import EnqueuedStep, StepRunner
 from lockstep_gpu.weights import preload, replace_weights
@@ -272,7 +271,7 @@ class GpuExecutor:
         if is_newest:
             for rank in self.ranks:
                 rank.state.set_tokens(slots, step.tokens)
-        self.logprobs = self.ranks[0].state.logprobs(step.fetched[0][1], slots)
+        self.logprobs = self.ranks[0].state.logprobs(step.fetched[0].logprobs, slots)
         return step.tokens[slots].astype(np.int64)
 
     def _verify(self, advances: Sequence[Advance], logit_rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

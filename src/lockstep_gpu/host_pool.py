@@ -28,7 +28,7 @@ class HostPool:
     """The bytes of tensors as a device has them, by the digest of their contents."""
 
     def __init__(self, nbytes: int):
-        self._room = nbytes
+        self._free_nbytes = nbytes
         self._digests: dict[Hashable, str] = {}  # by checkpoint and tensor
         self._arrays: dict[str, np.ndarray] = {}
 
@@ -39,7 +39,9 @@ class HostPool:
     def find(self, checkpoint: Path, key: Hashable) -> tuple[str, np.ndarray] | None:
         """Return the digest of a checkpoint's tensor, and its bytes, if it was added."""
         digest = self._digests.get((checkpoint, key))
-        return None if digest is None else (digest, self._arrays[digest])
+        if digest is None:
+            return None
+        return digest, self._arrays[digest]
 
     def add(self, checkpoint: Path, key: Hashable, values: np.ndarray) -> bool:
         """Add a tensor (contiguous), unless there is no room for it: return False."""
@@ -48,17 +50,17 @@ class HostPool:
         pieces = [data[start : start + _PIECE_NBYTES] for start in starts]
         digest = hashlib.sha256(b"".join(_READERS.map(_digest, pieces))).hexdigest()
         if digest not in self._arrays:
-            if self._room < data.nbytes:
+            if self._free_nbytes < data.nbytes:
                 return False
             try:
                 array = cuda.pinned(data.shape, np.uint8)
             except CheckError:  # no more memory can be locked
-                self._room = 0
+                self._free_nbytes = 0
                 return False
-            places = [array[start : start + _PIECE_NBYTES] for start in starts]
-            list(_READERS.map(np.copyto, places, pieces))
+            copies = [array[start : start + _PIECE_NBYTES] for start in starts]
+            list(_READERS.map(np.copyto, copies, pieces))
             self._arrays[digest] = array
-            self._room -= data.nbytes
+            self._free_nbytes -= data.nbytes
         self._digests[checkpoint, key] = digest
         return True
 

@@ -30,6 +30,7 @@ LARGEST_BATCH = 4  # prompts in one call of fused attention
 CAPTURED_TOKENS = 1280
 CAPTURED_TOKENS_OF_RANKS = 2560
 CAPTURED_WHOLE = 320
+MAX_VERIFY_TOKENS = 128  # of a step that verifies drafts: more take longer than reading the weights does
 # Tokens: a shorter pass is bound by reading the weights (7B shape, H200, fp16).
 _WEIGHTS_BOUND = 192
 Chunks = Sequence[tuple[int, int, int, int]]  # (row, position of the first token, first packed token, end)

@@ -31,6 +31,7 @@ from lockstep_gpu.device import Device
 from lockstep_gpu.plan import (
     CAPTURED_TOKENS,
     CAPTURED_TOKENS_OF_RANKS,
+    MAX_VERIFY_TOKENS,
     BlockChoice,
     StepLimits,
     StepPlan,
@@ -41,8 +42,8 @@ from lockstep_gpu.plan import (
 )
 from lockstep_gpu.profiling import in_range
 from lockstep_gpu.ranks.all_reduce import Exchange, connect
-from lockstep_gpu.ranks.blocks import MAX_VERIFY_TOKENS, engine_of
-from lockstep_gpu.ranks.rank import PassCalls, Rank, max_exchange_bytes
+from lockstep_gpu.ranks.blocks import engine_of
+from lockstep_gpu.ranks.rank import FetchedTokens, PassCalls, Rank, max_exchange_bytes
 from lockstep_gpu.ranks.watch import RankWatch
 from lockstep_gpu.weights import Uploads
 
@@ -65,22 +66,21 @@ class EnqueuedStep:
     """An enqueued step.
 
     Attributes:
-        fetched: By rank: next tokens and log-probabilities (of the first rank) by slot, page-locked, valid after the
-            event.
+        fetched: Of each rank.
         previous_tokens: Of a step in flight: the previous step's tokens by slot.
         adapter_loads: Of a step in flight: the adapter loads that it ran with.
     """
 
     plan: StepPlan
     passes: list[EnqueuedPass]
-    fetched: list[tuple[np.ndarray, np.ndarray, cuda.Event]]
+    fetched: list[FetchedTokens]
     previous_tokens: np.ndarray | None = None
     adapter_loads: np.ndarray | None = None
 
     @property
     def tokens(self) -> np.ndarray:
         """Return the first rank's tokens, by slot."""
-        return self.fetched[0][0]
+        return self.fetched[0].tokens
 
     def logits(self, rank: int, slots: Iterable[int]) -> list[cuda.Array]:
         """Return a rank's logits of some slots, [1, vocab_size] each, valid until the next step."""
@@ -171,7 +171,7 @@ class StepRunner:
         except BaseException:  # a KeyboardInterrupt, too, leaves kernels that wait for others
             for rank in self.ranks:
                 if rank.exchange is not None:
-                    rank.exchange.give_up()
+                    rank.exchange.abort()
             raise
 
     def reserve(self, lengths_after: Mapping[int, int], lengths: np.ndarray) -> None:
@@ -289,24 +289,24 @@ class StepRunner:
         for rank_calls, graph in zip(by_rank, graphs):
             rank_calls.graph = graph
 
-    def _fetch_tokens(self) -> list[tuple[np.ndarray, np.ndarray, cuda.Event]]:
+    def _fetch_tokens(self) -> list[FetchedTokens]:
         """Enqueue the copies of the last step's tokens and log-probabilities to the host."""
         for rank in self.on_each_device():
             rank.fetched.reverse()
             tokens, logprobs, done = rank.fetched[0]
             rank.stream.download(tokens, rank.state.next_tokens)
-            if rank is self.ranks[0] and rank.state.tells_logprobs:
+            if rank is self.ranks[0] and rank.state.returns_logprobs:
                 rank.stream.download(logprobs, rank.state.logits_tables.logprobs)
             done.record(rank.stream)
         return [rank.fetched[0] for rank in self.ranks]
 
     def wait(self, step: EnqueuedStep) -> None:
         """Wait until a step is done. Raises CheckError if a rank is missing, or if its results differ."""
-        for _, _, done in step.fetched:
-            done.wait()
+        for fetched in step.fetched:
+            fetched.done.wait()
             self.check()
         if self._compares:
-            self._compare("tokens", [tokens for tokens, _, _ in step.fetched])
+            self._compare("tokens", [fetched.tokens for fetched in step.fetched])
             exits = []
             for rank, calls in zip(self.on_each_device(), self.last):
                 exits.append([rank.fetch(array) for array in calls.exit_inputs])

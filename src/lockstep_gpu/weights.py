@@ -73,7 +73,7 @@ class DeviceWeights:
 
     def upload(self, entry: PlacedTensor, tensor: np.ndarray) -> list[Future]:
         """Start to write a tensor, as the checkpoint has it, to its place; return the copies."""
-        return self._uploader.upload(entry.part(), _turned(tensor, entry.cast), entry.cast)
+        return self._uploader.upload(entry.part(), _transposed(tensor, entry.cast), entry.cast)
 
     def current(self) -> list[PlacedTensor]:
         """Return the tensors whose arrays are in use."""
@@ -118,7 +118,7 @@ class DeviceWeights:
         start = 0
         for tensor in tensors:
             end = start + tensor.size
-            self.uploads.add(self._uploader.upload(flat[start:end], _turned(tensor, cast), cast))
+            self.uploads.add(self._uploader.upload(flat[start:end], _transposed(tensor, cast), cast))
             start = end
         ends = list(itertools.accumulate(tensor.size for tensor in tensors))
         for name, first, end in zip(names, (0, *ends), ends):
@@ -151,7 +151,7 @@ class PlacedTensor:
 
     def values(self, tensor: np.ndarray) -> np.ndarray:
         """Return a tensor of this name as the device has it."""
-        values = np.ascontiguousarray(_turned(tensor, self.cast))
+        values = np.ascontiguousarray(_transposed(tensor, self.cast))
         if self.cast is not None:
             values = _cast(values, self.cast)
         return values
@@ -235,7 +235,7 @@ def _checked(entry: PlacedTensor, weights: Weights, weights_json: Path) -> np.nd
     return tensor
 
 
-def _turned(tensor: np.ndarray, cast: WeightCast | None) -> np.ndarray:
+def _transposed(tensor: np.ndarray, cast: WeightCast | None) -> np.ndarray:
     return tensor.T if cast is not None and cast.transposed else tensor
 
 
@@ -247,7 +247,7 @@ def _cast(values: np.ndarray, cast: WeightCast) -> np.ndarray:
 class Uploader:
     """Threads that copy from mapped files through page-locked memory: one reads the disk while another sends."""
 
-    _of_devices: weakref.WeakValueDictionary[Device, Uploader] = weakref.WeakValueDictionary()
+    _by_device: weakref.WeakValueDictionary[Device, Uploader] = weakref.WeakValueDictionary()
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -257,9 +257,9 @@ class Uploader:
     @classmethod
     def of(cls, device: Device) -> Uploader:
         """Return the threads of a device, which all of its stores share."""
-        uploader = cls._of_devices.get(device)
+        uploader = cls._by_device.get(device)
         if uploader is None:
-            uploader = cls._of_devices[device] = cls(device)
+            uploader = cls._by_device[device] = cls(device)
         return uploader
 
     def upload(self, array: cuda.Array, tensor: np.ndarray, cast: WeightCast | None) -> list[Future]:

@@ -20,7 +20,7 @@ from lockstep.step.sampling import Sampling
 from lockstep.weights import e4m3
 from lockstep.weights.groups import dequantize as dequantize_weight
 from lockstep.weights.mxfp4 import mxfp4_numbers
-from lockstep_gpu.sampling_records import BIASED, LOGPROBS, MASKED, PARAMETERS, PENALIZED
+from lockstep_gpu.logits_tables import BIASED, LOGPROBS, MASKED, PARAMETERS, PENALIZED
 from lockstep_gpu.state_kernels import StateKernelSpec
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)

@@ -7,7 +7,7 @@ import pytest
 
 from fp8_pages import heads_of, pages_of
 from lockstep.step.sampling import Sampling
-from lockstep_gpu.sampling_records import MASKED
+from lockstep_gpu.logits_tables import MASKED
 from next_token_cases import CASES, SAMPLING, ProcessedMix, check_draws, record, rows_of
 
 # Other types of the same code: `make test` runs these tests on a fake GPU (tests/unit/gpu/test_gpu_tests.py).
@@ -62,7 +62,7 @@ def cached(array: np.ndarray, wide: bool) -> list[np.ndarray]:
 @pytest.mark.parametrize(("query_dtype", "wide"), [("float16", False), ("float32", True)])
 def test_queries_and_keys_get_rope_and_are_cached_in_pages(query_dtype, wide):
     from lockstep_gpu.attention.kernel_spec import AttentionKernelSpec, DeviceRopeTables, PagedTokens
-    from lockstep_gpu.attention.rope_kernel import RopeKernel
+    from lockstep_gpu.attention.page_kernels import RopeKernel
 
     device = OnDevice()
     random = np.random.default_rng(0)
@@ -268,8 +268,8 @@ def test_rows_that_decode_get_rope_and_are_cached_and_attended_to(monkeypatch, s
     """Captured once, and launched for other lengths too."""
     from lockstep_gpu import cuda
     from lockstep_gpu.attention.kernel_spec import AttentionKernelSpec, DeviceRopeTables, PagedTokens
+    from lockstep_gpu.attention.page_kernels import RopeKernel
     from lockstep_gpu.attention.paged_decode import DecodeAttention, Scratch
-    from lockstep_gpu.attention.rope_kernel import RopeKernel
 
     monkeypatch.setattr(cuda, "multiprocessors", lambda number: multiprocessors)
     device = OnDevice()

@@ -22,16 +22,20 @@ ROWS = 300
     ],
 )
 def test_products_of_e4m3_for_any_number_of_rows(sizes, in_features):
-    from lockstep_gpu.kernels.fp8_gemm import Fp8Gemm
+    from lockstep_gpu.kernels.fp8_gemm import Fp8Gemm, QuantizedRows
 
     device = OnDevice()
     random = np.random.default_rng(0)
     weight, x = (random.standard_normal((rows, in_features), "f4").astype(E4M3) for rows in (sum(sizes), ROWS))
     scales, steps = (random.uniform(0.01, 0.1, rows).astype(np.float32) for rows in (len(weight), ROWS))
     outs = [device.up(np.zeros((ROWS, size), np.float16)) for size in sizes]
-    codes = device.up(x.view(np.uint8)), device.up(steps)
+    quantized = QuantizedRows(device.up(x.view(np.uint8)), device.up(steps))
     multiply = Fp8Gemm(device.stream, np.dtype(np.float16)).bind(
-        device.up(weight.view(np.uint8)), device.up(scales), device.up(np.zeros((ROWS, in_features), "f2")), outs, codes
+        device.up(weight.view(np.uint8)),
+        device.up(scales),
+        device.up(np.zeros((ROWS, in_features), "f2")),
+        outs,
+        quantized,
     )
     scale = np.outer(steps, scales)
     expected = (x.astype(np.float64) @ weight.astype(np.float64).T) * scale

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
@@ -14,11 +15,40 @@ from lockstep.step.pages import PageTables
 from lockstep_gpu import cuda
 from lockstep_gpu.attention.base import Arrays, Buffer, Call, Calls, Part, PassTokens
 from lockstep_gpu.attention.kernel_spec import PAGE, AttentionKernelSpec, DeviceRopeTables, PagedTokens, page_shape
+from lockstep_gpu.attention.page_kernels import RopeKernel
 from lockstep_gpu.attention.paged_decode import DecodeAttention, Scratch
 from lockstep_gpu.attention.prompt import PromptAttention, PromptCall
-from lockstep_gpu.attention.rope_kernel import RopeKernel
-from lockstep_gpu.attention.rope_tables import RopeTables, read_rope_tables
+from lockstep_gpu.attention.rope_tables import read_rope_tables
+from lockstep_gpu.plan import MAX_VERIFY_TOKENS, StepLimits
 from lockstep_gpu.staging import Staging
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """What the layers of an attention variant share.
+
+    by_row: the decode kernel for prompts, where cuDNN has no attention of this variant.
+    """
+
+    spec: AttentionKernelSpec
+    scale: float
+    rope_tables: DeviceRopeTables
+    rope: RopeKernel
+    decode: DecodeAttention
+    by_row: DecodeAttention | None
+
+    @classmethod
+    def of(cls, layer_attention: LayerAttention, dtype: np.dtype, wide: bool, fp8: bool, max_seq_len: int) -> _Variant:
+        # Backends load the graph of RoPE with ONNX Runtime.
+        graph = cast(HostExecutable, layer_attention.engines["rotary"])
+        tables = read_rope_tables(graph, max_seq_len, "attention: fused")
+        spec = _spec(layer_attention, dtype, wide, fp8, tables.separate)
+        by_row = None
+        if spec.by_row:
+            by_row = DecodeAttention(spec, by_row=True)
+        rope_tables = DeviceRopeTables(*map(_upload, tables.arrays()))
+        scale = layer_attention.variant.scale
+        return cls(spec, scale, rope_tables, RopeKernel(spec), DecodeAttention(spec), by_row)
 
 
 class FusedAttention:
@@ -30,50 +60,40 @@ class FusedAttention:
         dtype: np.dtype,
         fp8: bool,
         tables: PageTables,
-        rows: int,
-        max_seq_len: int,
-        max_verify_tokens: int,
-        largest_pass: int,
+        limits: StepLimits,
         wide: bool,
         buffer: Buffer,
         stream: cuda.Stream,
     ):
-        """Allocate the cache.
-
-        fp8: of e4m3 numbers. max_verify_tokens: rows of a step that verifies. largest_pass: tokens of a prefill pass.
-        """
+        """Allocate the cache; fp8: of e4m3 numbers. wide: positions are int64."""
         self._layers = layers
         self._buffer = buffer
         self._stream = stream
         self._dtype = np.dtype(dtype)
         self._tables = tables
-        pages_per_row = -(-max_seq_len // PAGE)
+        rows = limits.num_slots
+        pages_per_row = -(-limits.max_seq_len // PAGE)
         pages = tables.pool.num_pages
         self.capacity = pages_per_row * PAGE
         self._host_table = np.zeros((rows, pages_per_row), np.int32)
         self._sent = [0] * rows  # pages of each row that are in the device's page table
         self.table = cuda.zeros(self._host_table.shape, "i4")
         self._table_staging = Staging(self.table.nbytes, 1)
-        self._verify_table = cuda.zeros((max_verify_tokens, pages_per_row), "i4")  # row i: that of its token's slot
+        self._verify_table = cuda.zeros((MAX_VERIFY_TOKENS, pages_per_row), "i4")  # row i: that of its token's slot
         self._verify_staging = Staging(self._verify_table.nbytes, 1)
-        # Layers of one variant share tables and kernels, by the id of their `LayerAttention`.
-        attentions = {id(layer_attention): layer_attention for layer_attention in layers.values()}
-        host_tables = {key: _read_tables(attention, max_seq_len) for key, attention in attentions.items()}
-        self._rope_tables = {
-            key: DeviceRopeTables(*(_upload(array) for array in tables.arrays())) for key, tables in host_tables.items()
-        }
-        specs = {
-            key: _spec(attention, self._dtype, wide, fp8, host_tables[key].separate)
-            for key, attention in attentions.items()
-        }
-        self._specs = specs
-        self._decode = {key: DecodeAttention(spec) for key, spec in specs.items()}
-        self._rope = {key: RopeKernel(spec) for key, spec in specs.items()}
-        self._by_row = {key: DecodeAttention(spec, by_row=True) for key, spec in specs.items() if spec.by_row}
-        scratch_rows = max(rows, max_verify_tokens)
-        if self._by_row:  # prompts run the decode kernel too
-            scratch_rows = max(scratch_rows, largest_pass)
-        self._scratch = Scratch(specs.values(), scratch_rows)
+        # Layers of one variant have one `LayerAttention`.
+        variants = {}
+        for layer_attention in layers.values():
+            if id(layer_attention) not in variants:
+                variant = _Variant.of(layer_attention, self._dtype, wide, fp8, limits.max_seq_len)
+                variants[id(layer_attention)] = variant
+        self._variants = {index: variants[id(layer_attention)] for index, layer_attention in layers.items()}
+        specs = [variant.spec for variant in variants.values()]
+        self._has_by_row = any(spec.by_row for spec in specs)
+        scratch_rows = max(rows, MAX_VERIFY_TOKENS)
+        if self._has_by_row:  # prompts run the decode kernel too
+            scratch_rows = max(scratch_rows, limits.largest_pass)
+        self._scratch = Scratch(specs, scratch_rows)
         cache_dtype = np.dtype(np.uint8) if fp8 else self._dtype
         self._cache: dict[int, tuple[cuda.Array, cuda.Array]] = {}
         for index, layer_attention in layers.items():
@@ -82,7 +102,7 @@ class FusedAttention:
             value_shape = page_shape(pages, shape.num_kv_heads, shape.value_head_dim, fp8)
             what = "the KV cache"
             self._cache[index] = cuda.zeros(key_shape, cache_dtype, what), cuda.zeros(value_shape, cache_dtype, what)
-        self._prompts = PromptAttention(list(specs.values()), rows, pages, pages_per_row, stream)
+        self._prompts = PromptAttention(specs, rows, pages, pages_per_row, stream)
 
     def reserve(self, lengths_after: Mapping[int, int], lengths: np.ndarray) -> bool:
         """Upload the page tables of rows that grew; return False: no array moved."""
@@ -148,12 +168,12 @@ class FusedAttention:
         self._prompts.begin(tokens, self._host_table)
 
     def layout(self, tokens: PassTokens) -> tuple[int, ...] | None:
-        if self._by_row and tokens.num_decoding:
+        if self._has_by_row and tokens.num_decoding:
             return None
         return self._prompts.layout()
 
     def decode_calls(self, index: int, values: Arrays, rows: cuda.Array) -> Calls:
-        return [self._attend(self._decode, index, *self._tokens(index, values, rows, self.table))]
+        return [self._attend(self._variants[index].decode, index, *self._tokens(index, values, rows, self.table))]
 
     def token_calls(self, index: int, values: Arrays, rows: cuda.Array) -> Calls:
         """Return RoPE and the cache writes of all tokens. The decode kernel repeats those of its rows, bit for bit."""
@@ -162,47 +182,43 @@ class FusedAttention:
         return [call]
 
     def parts(self, index: int, values: Arrays, tokens: PassTokens) -> Iterator[Part]:
+        variant = self._variants[index]
         count = tokens.decoding.shape[0]
         if count:
-            yield Part(("decode", index, count), lambda: self._decode_part(index, values, tokens.decoding))
-        key = id(self._layers[index])
-        if key in self._by_row:
-            yield Part(None, lambda: self._by_row_part(index, values, tokens))
+            # It writes 0 for other tokens, which prompts overwrite later.
+            decode_values = {name: array[:count] for name, array in values.items()}
+            yield Part(("decode", index, count), lambda: self.decode_calls(index, decode_values, tokens.decoding))
+        if variant.by_row is not None:
+            yield Part(None, functools.partial(self._by_row_part, variant.by_row, index, values, tokens))
             return
-        for call in self._prompts.planned(self._specs[key], self._layers[index].variant.scale):
+        for call in self._prompts.planned(variant.spec, variant.scale):
             part_key = None if call.key is None else ("prompts", index, *call.key)
             yield Part(part_key, functools.partial(self._prompt_part, index, values, tokens.rows, call))
 
-    def _decode_part(self, index: int, values: Arrays, decoding: cuda.Array) -> Calls:
-        """Return attention of the rows that decode. It writes 0 for other tokens, which prompts overwrite later."""
-        decode_values = {name: array[: decoding.shape[0]] for name, array in values.items()}
-        return self.decode_calls(index, decode_values, decoding)
-
-    def _by_row_part(self, index: int, values: Arrays, tokens: PassTokens) -> Calls:
+    def _by_row_part(self, kernel: DecodeAttention, index: int, values: Arrays, tokens: PassTokens) -> Calls:
         """Return attention of the prompts by the decode kernel."""
         prompts = slice(tokens.num_decoding, tokens.num_tokens)
         prompt_values = {name: array[prompts] for name, array in values.items()}
-        paged_tokens, out = self._tokens(index, prompt_values, tokens.rows[prompts], self.table)
-        return [self._attend(self._by_row, index, paged_tokens, out)]
+        return [self._attend(kernel, index, *self._tokens(index, prompt_values, tokens.rows[prompts], self.table))]
 
     def _prompt_part(self, index: int, values: Arrays, rows: cuda.Array, call: PromptCall) -> Calls:
         """Return attention of the prompts by cuDNN."""
         tokens, out = self._tokens(index, values, rows, self.table)
         query_out, _ = self._apply_rope(index, tokens)
-        spec = self._specs[id(self._layers[index])]
+        spec = self._variants[index].spec
         return [("attention", run) for run in self._prompts.calls(spec, call, query_out, tokens, out)]
 
     def verify_calls(self, index: int, values: Arrays, rows: cuda.Array) -> Calls:
         tokens, out = self._tokens(index, values, rows, self._verify_table)
         # All keys and values must be in the cache before a row attends to those of earlier rows.
         _, apply_rope = self._apply_rope(index, tokens)
-        return [apply_rope, self._attend(self._decode, index, tokens, out)]
+        return [apply_rope, self._attend(self._variants[index].decode, index, tokens, out)]
 
     def _apply_rope(self, index: int, tokens: PagedTokens) -> tuple[cuda.Array, tuple[str, Call]]:
         """Return the array of the queries with RoPE, and the call that computes them and writes the cache."""
         shape = *tokens.query.shape[:2], self._layers[index].cache.head_dim
         query_out = self._buffer("query_out", shape, self._dtype)
-        launch = self._rope[id(self._layers[index])].launch
+        launch = self._variants[index].rope.launch
         return query_out, ("rotary and cache", functools.partial(launch, self._stream, tokens, query_out))
 
     def _tokens(
@@ -220,25 +236,16 @@ class FusedAttention:
             value=values["value"].reshape(total, shape.num_kv_heads, shape.value_head_dim),
             keys=cached_keys,
             values=cached_values,
-            tables=self._rope_tables[id(layer_attention)],
+            tables=self._variants[index].rope_tables,
             rows=rows,
             positions=values["position_ids"],
             pages=table,
         )
         return tokens, values["attention"].reshape(total, variant.num_heads, shape.value_head_dim)
 
-    def _attend(
-        self, kernels: Mapping[int, DecodeAttention], index: int, tokens: PagedTokens, out: cuda.Array
-    ) -> tuple[str, Call]:
-        kernel = kernels[id(self._layers[index])]
-        scale = self._layers[index].variant.scale
+    def _attend(self, kernel: DecodeAttention, index: int, tokens: PagedTokens, out: cuda.Array) -> tuple[str, Call]:
+        scale = self._variants[index].scale
         return "attention", functools.partial(kernel.launch, self._stream, tokens, out, scale, self._scratch)
-
-
-def _read_tables(layer_attention: LayerAttention, positions: int) -> RopeTables:
-    """Return a layer's RoPE tables."""
-    rope = cast(HostExecutable, layer_attention.engines["rotary"])  # backends load it with ONNX Runtime
-    return read_rope_tables(rope, positions, "attention: fused")
 
 
 def _spec(

@@ -12,6 +12,7 @@ from lockstep_gpu import cuda
 from lockstep_gpu.attention.base import Attention, Buffer
 from lockstep_gpu.attention.traced import TracedAttention
 from lockstep_gpu.kernels.step_kernels import Kernels
+from lockstep_gpu.plan import StepLimits
 from lockstep_gpu.state_mixers import StateMixers
 
 # Bytes that a cache of default size leaves for CUDA graphs and libraries, up to half of the free memory: an 8B model
@@ -84,28 +85,20 @@ def _by_kind(network: Network) -> _Mixers:
 
 
 def make_attention(
-    network: Network,
-    tables: PageTables,
-    num_slots: int,
-    max_seq_len: int,
-    max_verify_tokens: int,
-    largest_pass: int,
-    kernels: Kernels,
-    buffer: Buffer,
-    stream: cuda.Stream,
+    network: Network, tables: PageTables, limits: StepLimits, kernels: Kernels, buffer: Buffer, stream: cuda.Stream
 ) -> list[Attention]:
     """Return each layer's mixer, on a device's stream. Layers of the same kind share one object."""
     traced, fused, recurrent = _by_kind(network)
+    num_slots = limits.num_slots
     by_layer: dict[int, Attention] = {}
     if traced:
-        attention = TracedAttention(traced, network.dtype, num_slots, max_seq_len, kernels, buffer, stream)
+        attention = TracedAttention(traced, network.dtype, num_slots, limits.max_seq_len, kernels, buffer, stream)
         by_layer |= dict.fromkeys(traced, attention)
     if fused:
         from lockstep_gpu.attention.fused import FusedAttention  # loads cuDNN
 
-        sizes = num_slots, max_seq_len, max_verify_tokens, largest_pass
         fp8 = network.kv_cache_dtype is not None
-        paged = FusedAttention(fused, network.dtype, fp8, tables, *sizes, bool(kernels.wide), buffer, stream)
+        paged = FusedAttention(fused, network.dtype, fp8, tables, limits, bool(kernels.wide), buffer, stream)
         by_layer |= dict.fromkeys(fused, paged)
     if recurrent:
         by_layer |= dict.fromkeys(recurrent, StateMixers(recurrent, num_slots, bool(kernels.wide), stream))

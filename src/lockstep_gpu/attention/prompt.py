@@ -20,8 +20,8 @@ import numpy as np
 from lockstep.errors import CheckError, note
 from lockstep_gpu import cuda
 from lockstep_gpu.attention.base import Call, PassTokens
-from lockstep_gpu.attention.fp8_pages import Fp8Pages
 from lockstep_gpu.attention.kernel_spec import PAGE, AttentionKernelSpec, PagedTokens, page_shape
+from lockstep_gpu.attention.page_kernels import Fp8Pages
 from lockstep_gpu.libraries import require_cudnn
 from lockstep_gpu.plan import LARGEST_BATCH, Chunks, padded_chunk
 from lockstep_gpu.staging import Staging

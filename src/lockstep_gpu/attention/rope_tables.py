@@ -3,7 +3,7 @@
 In: the RoPE graph of an attention variant (onnx_tools/rope.py) in ONNX Runtime, on the host. Out: for each position and
 element of a head, the weights of the two elements that it is made of. This covers all kinds of RoPE: partial,
 interleaved, scaled, of queries alone (MLA, whose keys get theirs in the block), or none. The kernels in
-paged_decode.py and rope_kernel.py apply the tables.
+paged_decode.py and page_kernels.py apply the tables.
 
 The tables are read with unit vectors. A build compares them with the graph on random inputs at all positions, and
 rejects a graph that computes something else. Needs no GPU.

@@ -14,6 +14,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -49,7 +50,13 @@ _LOADED = (16, 32, 64)  # rows that TMA loads at once; with more, each of a pair
 _TILED = range(9, 129)  # rows for which the tiled kernel is the fastest
 _CUBLAS_ALIGNED = 16  # cuBLAS's e4m3 GEMMs need multiples of this many columns and outputs
 Multiplier = Callable[[int], None]
-Rows = tuple[cuda.Array, cuda.Array]  # codes uint8 [rows, in_features], steps float32 [rows]
+
+
+class QuantizedRows(NamedTuple):
+    """QuantizedRows as e4m3: codes uint8 [rows, in_features], and the scale of each row, float32 [rows]."""
+
+    codes: cuda.Array
+    scales: cuda.Array
 
 
 class Fp8Gemm:
@@ -65,7 +72,7 @@ class Fp8Gemm:
         if self._hopper:
             files.append("fp8_wgmma.cu")
         self._module = cuda.compile_kernels(including(*files), kind_options(dtype.name))
-        self._quantized_rows: dict[int, Rows] = {}  # by their columns
+        self._quantized_rows: dict[int, QuantizedRows] = {}  # by their columns
 
     def bind(
         self,
@@ -73,7 +80,7 @@ class Fp8Gemm:
         scales: cuda.Array,
         x: cuda.Array,
         outs: Sequence[cuda.Array],
-        rows: Rows | None = None,
+        quantized: QuantizedRows | None = None,
     ) -> Multiplier:
         """Return a call that computes outs[i] = x @ weight[i].T for a number of rows.
 
@@ -82,17 +89,18 @@ class Fp8Gemm:
             scales: float32 [sum of out_features].
             x: [..., in_features].
             outs: Each [..., out_features[i]].
-            rows: `x` as e4m3, if a kernel has quantized it already.
+            quantized: `x` as e4m3, if a kernel has quantized it already.
         """
         depth = weight.shape[1]
-        codes, steps = rows or self._row_memory(x.shape[0], depth)
         quantize: cuda.Launch | None = None
-        if rows is None:
+        if quantized is None:
+            quantized = self._row_memory(x.shape[0], depth)
             kernel = self._module["quantize_rows"]
-            quantize = cuda.Launch(kernel, self._stream, _ROW_THREADS, x, codes, steps, depth, overlaps=True)
+            quantize = cuda.Launch(kernel, self._stream, _ROW_THREADS, x, *quantized, depth, overlaps=True)
+        codes, row_scales = quantized
         ends = [0, *itertools.accumulate(out.shape[-1] for out in outs)]
         parts = [(weight[low:high], scales[low:high], out) for low, high, out in zip(ends, ends[1:], outs)]
-        product = _Product(weight, scales, codes, steps, outs)
+        product = _Product(weight, scales, quantized, outs)
         shapes = self._shapes
         few_rows_launches = functools.cache(functools.partial(self._few_rows_launches, product))
         tile_calls = functools.cache(functools.partial(self._tile_calls, product))
@@ -104,7 +112,7 @@ class Fp8Gemm:
                 return None
             assert shapes.library is not None  # it has GEMMs of these shapes
             bind = functools.partial(shapes.library.bind, self._stream)
-            return [bind(part, codes, out, part_scales, steps) for part, part_scales, out in parts]
+            return [bind(part, codes, out, part_scales, row_scales) for part, part_scales, out in parts]
 
         def multiply(rows: int) -> None:
             if quantize is not None:
@@ -128,15 +136,15 @@ class Fp8Gemm:
 
         return multiply
 
-    def _row_memory(self, rows: int, columns: int) -> Rows:
+    def _row_memory(self, rows: int, columns: int) -> QuantizedRows:
         """Return memory for quantized rows, which all GEMMs of this width share, because they run one after another.
 
         A GEMM that was bound to an earlier, smaller array keeps it.
         """
         memory = self._quantized_rows.get(columns)
-        if memory is None or memory[0].shape[0] < rows:
+        if memory is None or memory.codes.shape[0] < rows:
             codes = cuda.empty((rows, columns), "u1", "activations as e4m3")
-            memory = codes, cuda.empty((rows,), "f4", "scales of activations")
+            memory = QuantizedRows(codes, cuda.empty((rows,), "f4", "scales of activations"))
             self._quantized_rows[columns] = memory
         return memory
 
@@ -147,7 +155,8 @@ class Fp8Gemm:
         for weight, scales, outs in product.parts():
             out_arguments = output_arguments([out[first:] for out in outs])
             arguments: tuple[cuda.Array | int, ...] = (
-                weight, scales, product.codes[first:], product.steps[first:], *out_arguments, *weight.shape, max_rows,
+                weight, scales, product.x.codes[first:], product.x.scales[first:], *out_arguments, *weight.shape,
+                max_rows,
             )  # fmt: skip
             launch = few_rows_launch(kernel, self._stream, max_rows, *arguments)
             launches.append((launch, -(-weight.shape[0] // OUTPUTS)))
@@ -171,8 +180,8 @@ class Fp8Gemm:
         if split == 1:
             shared += _TILE_ROWS * (_TILE + 4) * 4  # the results of a tile in fp32, with padded rows
         arguments: tuple[cuda.Array | cuda.TensorMap | int, ...] = (
-            cuda.TensorMap.of(weight, _TILE // pair, _TILE), cuda.TensorMap.of(product.codes, loaded, _TILE),
-            scales, product.steps, *output_arguments(outs), *weight.shape, loaded, max_rows,
+            cuda.TensorMap.of(weight, _TILE // pair, _TILE), cuda.TensorMap.of(product.x.codes, loaded, _TILE),
+            scales, product.x.scales, *output_arguments(outs), *weight.shape, loaded, max_rows,
         )  # fmt: skip
         kernel = self._module[f"wgmma_fp8_{pair}_{split}"]
         launch = cuda.Launch(kernel, self._stream, _TILE_THREADS, *arguments, overlaps=True, shared=shared)
@@ -189,12 +198,11 @@ class Fp8Gemm:
 
 @dataclass(frozen=True)
 class _Product:
-    """A GEMM: concatenated weights and their scales, quantized rows and their steps, and the outputs."""
+    """A GEMM of quantized rows with concatenated weights, which have a scale per output."""
 
     weight: cuda.Array
     scales: cuda.Array
-    codes: cuda.Array
-    steps: cuda.Array
+    x: QuantizedRows
     outs: Sequence[cuda.Array]
 
     def parts(self) -> Iterator[tuple[cuda.Array, cuda.Array, Sequence[cuda.Array]]]:
@@ -237,11 +245,11 @@ class _Shapes:
     def _choose(self, library: CublasLt, out_features: int, in_features: int) -> Mapping[int, Sequence[Algorithm]]:
         trial = Trial(out_features, in_features, TIMED, _E4M3, self._dtype)
         scales = cuda.empty((out_features,), "f4")
-        steps = cuda.empty((TIMED,), "f4")
-        for array in (scales, steps):
+        row_scales = cuda.empty((TIMED,), "f4")
+        for array in (scales, row_scales):
             trial.stream.upload(array, np.ones(array.shape, np.float32))
         trial.stream.synchronize()
-        calls = [library.bind(trial.stream, weight, trial.x, trial.out, scales, steps) for weight in trial.weights]
+        calls = [library.bind(trial.stream, weight, trial.x, trial.out, scales, row_scales) for weight in trial.weights]
         offered = {size: list(library.algorithms(out_features, in_features, size)) for size in MANY}
         running = list[Algorithm]()
         for algorithm in dict.fromkeys(itertools.chain.from_iterable(offered.values())):

@@ -5,8 +5,8 @@
 constexpr int WARPS = THREADS / 32;
 constexpr int HEAD_BLOCKS = (2 * KV_HEADS + WARPS - 1) / WARPS;  // of a token: a warp has the key or value of a head
 
-// Block token * HEAD_BLOCKS + part. RoPE of keys is that of paged_decode.cu, bit for bit; for `rows` see
-// rope_kernel.py.
+// Block token * HEAD_BLOCKS + part. RoPE of keys is that of paged_decode.cu, bit for bit. A token of row -1 is not
+// written.
 extern "C" __global__ void __launch_bounds__(THREADS)
     write_pages(const QK* q, const QK* k, const Bits* v, Bits* q_out, Code* k_cache, Code* v_cache,
                 const float* first_weight, const float* second_weight, const int* partner, const int* rows,

@@ -98,13 +98,15 @@ class Gemm:
         return multiply
 
 
+def padded(values: Sequence[T], filler: T) -> list[T]:
+    """Return MAX_OUTPUTS values: kernels take so many outputs, and do not use the last ones."""
+    return [*values, *[filler] * (MAX_OUTPUTS - len(values))]
+
+
 def output_arguments(outs: Sequence[cuda.Array]) -> list[cuda.Array | int]:
-    """Return a kernel's output arguments: MAX_OUTPUTS arrays, padded with the last, and where all but the last end."""
+    """Return a kernel's output arguments: MAX_OUTPUTS arrays, and where all but the last end."""
     ends = [*itertools.accumulate(out.shape[-1] for out in outs)]
-    missing = MAX_OUTPUTS - len(outs)
-    padded_outs = [*outs, *[outs[-1]] * missing]
-    padded_ends = [*ends, *[ends[-1]] * missing]
-    return [*padded_outs, *padded_ends[: MAX_OUTPUTS - 1]]
+    return [*padded(outs, outs[-1]), *padded(ends, ends[-1])[: MAX_OUTPUTS - 1]]
 
 
 def few_rows_launch(

@@ -21,7 +21,7 @@ constexpr int MASKED = 1, BIASED = 2, PENALIZED = 4;
 constexpr float LARGEST = 3.402823466e38f;
 constexpr int MAX_LOGPROBS = 20;
 
-struct Sampling {       // of a slot: sampling_records.PARAMETERS
+struct Sampling {       // of a slot: logits_tables.PARAMETERS
     float temperature;  // 0: the most likely token
     int top_k;          // 0: all
     float min_p, repetition_penalty;
@@ -36,7 +36,7 @@ struct Counted {  // of a slot: the last token of its answer that `counts` has, 
     int position, token;
 };
 
-struct Logprobs {  // of a slot: sampling_records.LOGPROBS. A token's log-probability is its logit minus `total`
+struct Logprobs {  // of a slot: logits_tables.LOGPROBS. A token's log-probability is its logit minus `total`
     double total;
     float chosen;
     int unused, tokens[MAX_LOGPROBS];

@@ -19,8 +19,8 @@ import numpy as np
 
 from lockstep_gpu import cuda
 from lockstep_gpu.kernels.expert_products import TILES, Tile
-from lockstep_gpu.kernels.fp8_gemm import Fp8Gemm, Rows
-from lockstep_gpu.kernels.gemm import ALIGNED, MAX_OUTPUTS, Gemm, output_arguments, size_for
+from lockstep_gpu.kernels.fp8_gemm import Fp8Gemm, QuantizedRows
+from lockstep_gpu.kernels.gemm import ALIGNED, MAX_OUTPUTS, Gemm, output_arguments, padded, size_for
 from lockstep_gpu.kernels.library import including
 from lockstep_gpu.kernels.numbers import kind_options
 
@@ -111,7 +111,7 @@ class Products:
         self._scratch_size = 1  # of the largest weight that is bound
 
     def bind(
-        self, weight: SmallWeight, x: cuda.Array, outs: Sequence[cuda.Array], rows: Rows | None = None
+        self, weight: SmallWeight, x: cuda.Array, outs: Sequence[cuda.Array], quantized: QuantizedRows | None = None
     ) -> Multiplier:
         """Return a call that computes outs[i] = x @ weight[i].T for a number of rows.
 
@@ -120,7 +120,7 @@ class Products:
         Args:
             x: [..., in_features].
             outs: Each [..., out_features[i]].
-            rows: `x` as e4m3, if a kernel has quantized it already.
+            quantized: `x` as e4m3, if a kernel has quantized it already.
         """
         if weight.data.dtype.name == "float32":
             return self._tiled(weight, x, outs)
@@ -128,7 +128,7 @@ class Products:
             return self._gemm().bind(weight.data, x, outs)
         if not weight.group_size:
             assert weight.scales is not None  # quantised
-            return self._fp8().bind(weight.data, weight.scales, x, outs, rows)
+            return self._fp8().bind(weight.data, weight.scales, x, outs, quantized)
         is_bf16 = self._dtype.name == "bfloat16"
         is_aligned = not any(size % ALIGNED for size in weight.out_features)
         if is_bf16 and is_aligned and weight.group_size % _BF16_COLUMNS == 0:
@@ -240,11 +240,10 @@ class Products:
         """
         module = cuda.compile_kernels(including("lora_expand.cu"), self._options)
         calls = list[tuple[dict[int, cuda.Launch], int]]()
-        starts = [0]  # of each output in a row of `base`
+        starts = [0, *itertools.accumulate(out.shape[1] for out in outs)]  # of each output in a row of `base`
         columns = list[int]()  # where the product with A of each output starts in `shrunk`; -1: it has none
         shrunk_width = 0
-        for b, out in zip(matrices, outs, strict=True):
-            starts.append(starts[-1] + out.shape[1])
+        for b in matrices:
             if b is None:
                 columns.append(-1)
             else:
@@ -259,21 +258,16 @@ class Products:
             id_arguments += [adapters.rows, int(adapters.rows.dtype.itemsize == 8)]
         for first in range(0, len(outs), MAX_OUTPUTS):
             some = slice(first, first + MAX_OUTPUTS)
-            count = len(outs[some])
-            missing = MAX_OUTPUTS - count  # the kernel takes MAX_OUTPUTS outputs: pad with placeholders
-            bs = [b or any_b for b in matrices[some]] + [any_b] * missing
-            out_arguments = [*outs[some], *[outs[first]] * missing]
-            column_arguments = [*columns[some], *[-1] * missing]
-            ends = [end - starts[first] for end in starts[first + 1 : first + 1 + count]]
+            ends = [start - starts[first] for start in starts[1:][some]]
             total = ends[-1]
-            ends = (ends + [total] * missing)[: MAX_OUTPUTS - 1]
             base_array = base.array.reshape(math.prod(base.array.shape))[starts[first] :]
             arguments: tuple[cuda.Array | int, ...] = (
-                base_array, base.stride, shrunk.array, shrunk.stride, *id_arguments, *bs, *out_arguments, *ends, total,
-                *column_arguments, adapters.rank, 0,
+                base_array, base.stride, shrunk.array, shrunk.stride, *id_arguments,
+                *padded([b or any_b for b in matrices[some]], any_b), *padded(outs[some], outs[first]),
+                *padded(ends, total)[: MAX_OUTPUTS - 1], total, *padded(columns[some], -1), adapters.rank, 0,
             )  # fmt: skip
             wide = 1  # elements that a thread reads at once
-            if all(size % 8 == 0 for size in (*ends, total, base.stride, starts[first])):
+            if all(size % 8 == 0 for size in (*ends, base.stride, starts[first])):
                 wide = 8
             blocks = -(-total // wide // _EXPAND_THREADS)
             launches = {}

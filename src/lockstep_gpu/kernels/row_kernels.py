@@ -40,7 +40,7 @@ class RowKernel:
         outputs: Names of the outputs, which follow as ROWS, or as CHOICES if they are integers.
         rows: The name of the dimension that is the number of rows.
         blocks: Thread blocks for each row.
-        quantized: Outputs that the kernel also quantizes to e4m3. Codes uint8 [rows, ...] and steps float32 [rows] of
+        quantized: Outputs that the kernel also quantizes to e4m3. Codes uint8 [rows, ...] and scales float32 [rows] of
             each are the last arguments (e4m3.cuh).
         wide: Arguments and outputs that are float32.
     """

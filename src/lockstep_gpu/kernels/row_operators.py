@@ -91,7 +91,7 @@ def row_kernel(
     """
     try:
         parts = run_passes(piece, InParts(), check=False)
-        return Writer(parts, name, _RULES, _STORED_RULES, wide).written(quantized)
+        return Writer(parts, name, _RULES, _STORED_RULES, wide).write(quantized)
     except Unsupported as error:
         raise CheckError(
             f"graph {piece.graph.name}: expected operators that have a CUDA kernel, found {error}"
@@ -103,25 +103,25 @@ def row_kernel(
 
 def _elementwise(w: Writer, node: onnx.NodeProto, name: str, index: Index, row: str) -> Operand:
     value = w.value(name)
-    form = EXPRESSIONS.get(node.op_type)
+    expression = EXPRESSIONS.get(node.op_type)
     names = list(node.input)
     if node.op_type == "Clip":
-        form = _clipped(w, node)
+        expression = _clipped(w, node)
         names = names[:1]
     elif node.op_type == "Gelu":
-        form = _GELU[attributes_of(node).get("approximate", b"none")]
+        expression = _GELU[attributes_of(node).get("approximate", b"none")]
     elif node.op_type == "Pow":
         power = w.constants.get(node.input[1])
-        form = "powf({0}, {1})"
+        expression = "powf({0}, {1})"
         if power is not None and power.size == 1 and power.item() in _POWERS:
-            form = _POWERS[power.item()]
+            expression = _POWERS[power.item()]
             names = names[:1]
-    assert form is not None
+    assert expression is not None
     operands = [w.broadcast(operand, value, index, row) for operand in names]
     if node.op_type not in ("Min", "Max"):
-        return w.combine(form, operands, value.c_type)
+        return w.combine(expression, operands, value.c_type)
     # Min and Max take any number of operands in ONNX.
-    return functools.reduce(lambda a, b: w.combine(form, [a, b], value.c_type), operands)
+    return functools.reduce(lambda a, b: w.combine(expression, [a, b], value.c_type), operands)
 
 
 def _clipped(w: Writer, node: onnx.NodeProto) -> str:
@@ -140,14 +140,14 @@ def _clipped(w: Writer, node: onnx.NodeProto) -> str:
 
 def _cast(w: Writer, node: onnx.NodeProto, name: str, index: Index, row: str) -> Operand:
     """Floats are float32 wherever they are computed: only a cast to or from others changes a number."""
-    operand = w.number(node.input[0], index, row)
+    operand = w.element(node.input[0], index, row)
     c_type = w.value(name).c_type
     if c_type == w.value(node.input[0]).c_type:
         return operand
-    form = f"({c_type}){{0}}"
+    expression = f"({c_type}){{0}}"
     if c_type == "bool":
-        form = "{0} != 0"
-    return w.combine(form, [operand], c_type)
+        expression = "{0} != 0"
+    return w.combine(expression, [operand], c_type)
 
 
 def _same_element(w: Writer, node: onnx.NodeProto, name: str, index: Index, row: str) -> Operand:
@@ -156,7 +156,7 @@ def _same_element(w: Writer, node: onnx.NodeProto, name: str, index: Index, row:
     source = w.value(node.input[0])
     is_moved = value.axis is not None and (source.axis is None or value.outer != source.outer)
     reject_if(is_moved or value.width != source.width, f"{node.op_type} {name} of one row's numbers to another")
-    return w.number(node.input[0], index, row)
+    return w.element(node.input[0], index, row)
 
 
 def _expand(w: Writer, node: onnx.NodeProto, name: str, index: Index, row: str) -> Operand:
@@ -214,28 +214,28 @@ def _concat(w: Writer, node: onnx.NodeProto, name: str, index: Index, row: str) 
     inner = value.strides[axis]
     full = value.sizes[axis] * inner
     sizes = [w.value(operand).sizes[axis] * inner for operand in node.input]
-    if index.unit and any(size % WIDE for size in sizes):
-        return w.one_by_one(lambda at: w.number(name, at, row), index, value.c_type)
-    place = w.new()
+    if index.is_vector and any(size % WIDE for size in sizes):
+        return w.one_by_one(lambda at: w.element(name, at, row), index, value.c_type)
+    place = w.new_variable()
     w.lines.append(f"int {place} = ({index.base}) % {full};")
     operands = list[Operand]()
-    form = ""
+    expression = ""
     first = 0
     elements = 1  # that are read at once
-    if index.unit:
+    if index.is_vector:
         elements = WIDE
     for number, (operand, size) in enumerate(zip(node.input, sizes, strict=True)):
         last = size - elements
         clamped = f"{place} < {first} ? 0 : {place} < {first + size} ? {place} - {first} : {last}"
-        at_operand = w.new()
+        at_operand = w.new_variable()
         w.lines.append(f"int {at_operand} = ({index.base}) / {full} * {size} + ({clamped});")
-        operands.append(w.number(operand, Index(at_operand, index.unit), row))
+        operands.append(w.element(operand, Index(at_operand, index.is_vector), row))
         first += size
         if number < len(sizes) - 1:
-            form += f"{place} < {first} ? {{{number}}} : "
+            expression += f"{place} < {first} ? {{{number}}} : "
         else:
-            form += f"{{{number}}}"
-    return w.combine(form, operands, value.c_type)
+            expression += f"{{{number}}}"
+    return w.combine(expression, operands, value.c_type)
 
 
 def _gather(w: Writer, node: onnx.NodeProto, name: str, index: Index, row: str) -> Operand:
@@ -245,8 +245,8 @@ def _gather(w: Writer, node: onnx.NodeProto, name: str, index: Index, row: str) 
     axis = attributes_of(node).get("axis", 0) % len(source.sizes)
     if axis == source.axis:
         reject_if(ids.width != 1 or source.sizes[axis] != 1 or row != "row", f"Gather {name} along rows")
-        at, _ = w.number(node.input[1], Index("0", False), row)
-        return w.number(node.input[0], index, at)
+        at, _ = w.element(node.input[1], Index("0", False), row)
+        return w.element(node.input[0], index, at)
     return _chosen(w, node, name, index, row, axis, ids.width)
 
 
@@ -264,8 +264,8 @@ def _chosen(
     """Read elements along an axis by `count` integers; per_inner: each element inside of the axis has its own."""
     source = w.value(node.input[0])
     inner = source.strides[axis]
-    if index.unit and (inner % WIDE or per_inner):
-        return w.one_by_one(lambda at: w.number(name, at, row), index, w.value(name).c_type)
+    if index.is_vector and (inner % WIDE or per_inner):
+        return w.one_by_one(lambda at: w.element(name, at, row), index, w.value(name).c_type)
     source_size = source.sizes[axis] * inner
     outer = ""
     if source.width > source_size:
@@ -276,10 +276,10 @@ def _chosen(
         which = f"({index.base}) / {inner} % {count}"
     else:
         which = "0"
-    number, _ = w.number(node.input[1], Index(which, False), row)
-    at = w.new()
+    number, _ = w.element(node.input[1], Index(which, False), row)
+    at = w.new_variable()
     w.lines.append(f"long long {at} = {outer}(long long){number} * {inner} + ({index.base}) % {inner};")
-    return w.number(node.input[0], Index(at, index.unit), row)
+    return w.element(node.input[0], Index(at, index.is_vector), row)
 
 
 def _gather_elements(w: Writer, node: onnx.NodeProto, name: str, index: Index, row: str) -> Operand:
@@ -293,19 +293,19 @@ def _dequantized(w: Writer, node: onnx.NodeProto, name: str, index: Index, row: 
     data, ids, scales = node.input
     ids_width = w.value(ids).width
     reject_if(not w.is_input(data) or ids_width != 1, f"GatherBlockQuantized {name} of several rows")
-    at, _ = w.number(ids, Index("0", False), row)
+    at, _ = w.element(ids, Index("0", False), row)
     width = w.value(name).width
     integers = w.argument(data)
     factors = w.argument(w.source(scales))
-    element = w.new()
-    scale = w.new()
-    numbers = w.new()
+    element = w.new_variable()
+    scale = w.new_variable()
+    numbers = w.new_variable()
     if sizes["bits"] == 8:
         number = f"in{integers}[{element} + j]"
     else:
         number = f"(in{integers}[({element} + j) / 2] >> ({element} + j) % 2 * 4 & 15)"
     count = 1
-    if index.unit:
+    if index.is_vector:
         count = WIDE  # all of one group: group sizes are multiples of it
     w.lines += [
         f"long long {element} = {at} * {width} + {index.base};",
@@ -314,7 +314,7 @@ def _dequantized(w: Writer, node: onnx.NodeProto, name: str, index: Index, row: 
         "#pragma unroll",
         f"for (int j = 0; j < {count}; j++) {numbers}[j] = ({number} - {1 << sizes['bits'] - 1}) * {scale};",
     ]
-    return (numbers, True) if index.unit else (f"{numbers}[0]", False)
+    return (numbers, True) if index.is_vector else (f"{numbers}[0]", False)
 
 
 # Reductions: a short one is a sum of all its terms where it is read, another is computed before.
@@ -341,16 +341,16 @@ def _is_short(w: Writer, node: onnx.NodeProto) -> bool:
 def _short_sum(w: Writer, node: onnx.NodeProto, name: str, index: Index, row: str) -> Operand:
     source = w.value(node.input[0])
     (axis,) = _axes(w, node)
-    terms_value = Value(source.sizes[:axis] + source.sizes[axis + 1 :], None, source.element)
+    terms_value = Value(source.sizes[:axis] + source.sizes[axis + 1 :], None, source.elem_type)
     strides = source.strides[:axis] + source.strides[axis + 1 :]
     count = source.sizes[axis]
     terms = [
         w.view(node.input[0], terms_value, strides, tap * source.strides[axis], index, row) for tap in range(count)
     ]
-    form = " + ".join(f"{{{tap}}}" for tap in range(count))
+    expression = " + ".join(f"{{{tap}}}" for tap in range(count))
     if node.op_type == "ReduceMean":
-        form = f"({form}) / {count}.0f"
-    return w.combine(form, terms)
+        expression = f"({expression}) / {count}.0f"
+    return w.combine(expression, terms)
 
 
 def _reduce(w: Writer, node: onnx.NodeProto) -> bool:
@@ -362,12 +362,12 @@ def _reduce(w: Writer, node: onnx.NodeProto) -> bool:
     reduced = _axes(w, node)
     kept_axes = [axis for axis in range(len(source.sizes)) if axis not in reduced]
     order = [*kept_axes, *reduced]
-    transposed = Value(tuple(source.sizes[axis] for axis in order), None, source.element)
+    transposed = Value(tuple(source.sizes[axis] for axis in order), None, source.elem_type)
     strides = [source.strides[axis] for axis in order]
     groups = math.prod(source.sizes[axis] for axis in kept_axes)
     size = math.prod(source.sizes[axis] for axis in reduced)
-    start, form, join = _REDUCTIONS[node.op_type]
-    total = w.new()
+    start, expression, join = _REDUCTIONS[node.op_type]
+    total = w.new_variable()
     scale = ""
     if node.op_type == "ReduceMean":
         scale = f" * {np.float32(1 / size):.9e}f"
@@ -377,21 +377,21 @@ def _reduce(w: Writer, node: onnx.NodeProto) -> bool:
         if vector:
             w.lines += [
                 "#pragma unroll",
-                f"for (int j = 0; j < {WIDE}; j++) {total} = {form.format(total, text + '[j]')};",
+                f"for (int j = 0; j < {WIDE}; j++) {total} = {expression.format(total, text + '[j]')};",
             ]
-        elif index.unit and join == "warp_sum":  # the same value for all elements of the vector
+        elif index.is_vector and join == "warp_sum":  # the same value for all elements of the vector
             w.lines.append(f"{total} += {WIDE} * {text};")
         else:
-            w.lines.append(f"{total} = {form.format(total, text)};")
+            w.lines.append(f"{total} = {expression.format(total, text)};")
 
     if groups == 1 and join == "warp_sum":
-        result = w.new()
+        result = w.new_variable()
         w.lines.append(f"float {total} = {start};")
         w.loop(size, add)
         w.lines.append(f"float {result} = block_sum<THREADS / 32>({total}){scale};")
-        w.store(name, result)
+        w.set_computed(name, result)
         return True
-    array = w.shared(groups)
+    array = w.shared_array(groups)
     w.lines += [f"EACH_GROUP(group, {groups}) {{", f"float {total} = {start};"]
     w.loop(size, add, groups)
     w.lines += [
@@ -400,7 +400,7 @@ def _reduce(w: Writer, node: onnx.NodeProto) -> bool:
         "}",
         "__syncthreads();",
     ]
-    w.store(name, f"{array}[{{}}]")
+    w.set_computed(name, f"{array}[{{}}]")
     return True
 
 
@@ -417,8 +417,8 @@ def _top_k(w: Writer, node: onnx.NodeProto) -> bool:
     count = int(w.constants[node.input[1]].reshape(-1)[0])
     groups = source.width // size
     scores = w.store_array(node.input[0], node.input[0])
-    values = w.shared(groups * count)
-    ids = w.shared(groups * count)
+    values = w.shared_array(groups * count)
+    ids = w.shared_array(groups * count)
     sign = ">"
     if not attributes.get("largest", 1):
         sign = "<"
@@ -441,7 +441,7 @@ def _top_k(w: Writer, node: onnx.NodeProto) -> bool:
     ]
     for name, array in zip(node.output, (values, ids), strict=True):
         if name:
-            w.store(name, f"{array}[{{}}]")
+            w.set_computed(name, f"{array}[{{}}]")
     return True
 
 
@@ -457,8 +457,8 @@ def _scatter_elements(w: Writer, node: onnx.NodeProto) -> bool:
     array = w.store_array(name, source)
 
     def update(index: Index) -> None:
-        number, _ = w.number(ids, index, "row")
-        text, _ = w.number(values, index, "row")
+        number, _ = w.element(ids, index, "row")
+        text, _ = w.element(values, index, "row")
         w.lines.append(f"{array}[v / {update_size} * {size} + (int){number} * {inner} + v % {inner}] = {text};")
 
     w.loop_over_all(w.value(ids).width, update)

@@ -43,15 +43,15 @@ def reject_if(is_unsupported: object, actual: str) -> None:
 
 @dataclass(frozen=True)
 class Index:
-    """An index into a row: the C++ expression `base`; unit: of a vector of elements that starts there."""
+    """An index into a row: the C++ expression `base`; is_vector: of the elements that start there."""
 
     base: str
-    unit: bool
+    is_vector: bool
 
     def plus(self, offset: int) -> Index:
         if not offset:
             return self
-        return Index(f"{self.base} + {offset}", self.unit)
+        return Index(f"{self.base} + {offset}", self.is_vector)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Value:
 
     sizes: Sizes
     axis: int | None
-    element: int
+    elem_type: int
 
     @property
     def width(self) -> int:
@@ -77,7 +77,7 @@ class Value:
 
     @property
     def c_type(self) -> str:
-        return _C_TYPES.get(self.element, "float")
+        return _C_TYPES.get(self.elem_type, "float")
 
 
 def constant_of(number: float) -> str:
@@ -91,7 +91,7 @@ def constant_of(number: float) -> str:
     return f"{np.float32(number):.9e}f"
 
 
-def mapped(sizes: Sequence[int], strides: Sequence[int], offset: int, index: Index) -> Index | None:
+def operand_index(sizes: Sequence[int], strides: Sequence[int], offset: int, index: Index) -> Index | None:
     """Return the index in an operand of the element `index` of a value.
 
     Args:
@@ -109,17 +109,17 @@ def mapped(sizes: Sequence[int], strides: Sequence[int], offset: int, index: Ind
             axes.append((size, stride))
     if not any(stride for _, stride in axes):
         return Index(str(offset), False)
-    unit = index.unit
-    if unit:
+    is_vector = index.is_vector
+    if is_vector:
         size, stride = axes[-1]
         outer_strides = [stride for _, stride in axes[:-1]]
         if stride > 1 or (len(axes) > 1 and size % WIDE):
             return None
         if stride == 1 and any(number % WIDE for number in (offset, *outer_strides)):
             return None
-        unit = stride == 1
+        is_vector = stride == 1
     if axes == [(math.prod(sizes), 1)]:
-        return Index(index.base, unit).plus(offset)
+        return Index(index.base, is_vector).plus(offset)
     terms = []
     inner = math.prod(size for size, _ in axes)
     for number, (size, stride) in enumerate(axes):
@@ -134,7 +134,7 @@ def mapped(sizes: Sequence[int], strides: Sequence[int], offset: int, index: Ind
         if stride > 1:
             term += f" * {stride}"
         terms.append(term)
-    return Index(" + ".join(terms), unit).plus(offset)
+    return Index(" + ".join(terms), is_vector).plus(offset)
 
 
 class Writer:
@@ -166,16 +166,16 @@ class Writer:
         self._scales = {self.source(node.input[2]) for node in embeddings}
         self._values = _values_of_a_row(piece)
         self._arguments: dict[str, None] = {}  # in order of first use
-        self._stored: dict[str, str] = {}  # by value that is computed already: an element, with `{}` for its index
+        self._computed: dict[str, str] = {}  # by value that is computed already: an element, with `{}` for its index
         self._tables: dict[str, tuple[str, str]] = {}  # by constant array: its C++ name and declaration
         self._shared: list[str] = []
         self._shared_nbytes = 0
         self.lines: list[str] = []
-        self._memo: dict[tuple[str, Index, str], Operand] = {}  # results of `number` in the current loop
+        self._written: dict[tuple[str, Index, str], Operand] = {}  # elements that the current loop has computed already
         self._count = 0
         self._longest = 1  # iterations of a loop
 
-    def written(self, quantized: Collection[str]) -> RowKernel:
+    def write(self, quantized: Collection[str]) -> RowKernel:
         outputs = [value.name for value in self._graph.output]
         rows = {self._row_dim(value) for value in self._graph.output}
         reject_if(len(rows) != 1, f"rows of {' and '.join(sorted(rows))} in one kernel")
@@ -244,7 +244,7 @@ class Writer:
         value = self.value(output.name)
         actual = f"output {output.name} {list(value.sizes)}"
         reject_if(value.axis is None or math.prod(value.sizes[: value.axis + 1]) > 1, f"{actual} that is not of rows")
-        reject_if(value.element not in (*STORED, TensorProto.INT64), f"{actual} of another type")
+        reject_if(value.elem_type not in (*STORED, TensorProto.INT64), f"{actual} of another type")
         assert value.axis is not None
         return str(dims_of(output)[value.axis])
 
@@ -254,7 +254,7 @@ class Writer:
             return INTEGERS
         if name in self._scales:
             return SCALES
-        if value.element in _C_TYPES:
+        if value.elem_type in _C_TYPES:
             # An index is one integer a row, of 32 or 64 bits; choices are several, which a kernel wrote as 32 bits.
             if len(value.sizes) == 1:
                 return INDEX
@@ -278,7 +278,7 @@ class Writer:
             texts.append(kinds[self._kind(name)])
         for number, name in enumerate(outputs):
             c_type = "int"
-            if self.value(name).element in STORED:
+            if self.value(name).elem_type in STORED:
                 c_type = self._stored_type(name)
             texts.append(f"{c_type}* __restrict__ out{number}, int out_step{number}")
         numbers = [outputs.index(name) for name in codes]
@@ -297,28 +297,28 @@ class Writer:
 
     # Statements.
 
-    def new(self) -> str:
+    def new_variable(self) -> str:
         """Return the name of a new C++ variable."""
         self._count += 1
         return f"t{self._count}"
 
-    def shared(self, size: int) -> str:
+    def shared_array(self, size: int) -> str:
         """Declare an array of floats in shared memory; return its name."""
-        name = self.new()
+        name = self.new_variable()
         self._shared.append(f"__shared__ float {name}[{size}];")
         self._shared_nbytes += 4 * size
         return name
 
-    def store(self, name: str, element: str) -> None:
+    def set_computed(self, name: str, element: str) -> None:
         """Say where a value is computed already; element: an expression with `{}` for the index."""
-        self._stored[name] = element
+        self._computed[name] = element
 
     def loop(self, width: int, body: Callable[[Index], None], groups: int = 0) -> None:
         """Write a loop of all threads over a row's elements, or of a warp over those of its group."""
-        unit = width % WIDE == 0
+        is_vector = width % WIDE == 0
         count = width
         element = "v"
-        if unit:
+        if is_vector:
             count = width // WIDE
             element = f"v * {WIDE}"
         macro = "EACH"
@@ -326,42 +326,42 @@ class Writer:
             macro = "EACH_OF_GROUP"
             element = f"group * {width} + {element}"
         self._longest = max(self._longest, count * max(1, groups))
-        self._memo = {}
+        self._written = {}
         self.lines.append(f"{macro}(v, {count}) {{")
-        body(Index(element, unit))
+        body(Index(element, is_vector))
         self.lines.append("}")
-        self._memo = {}
+        self._written = {}
 
     def loop_over_all(self, count: int, body: Callable[[Index], None]) -> None:
         """Write a loop of all threads over elements one by one, and wait for its end."""
         self._longest = max(self._longest, count)
-        self._memo = {}
+        self._written = {}
         self.lines.append(f"EACH(v, {count}) {{")
         body(Index("v", False))
         self.lines += ["}", "__syncthreads();"]
-        self._memo = {}
+        self._written = {}
 
     def store_array(self, name: str, source: str) -> str:
         """Write a loop that puts the elements of `source` into shared memory, as those of a value; return the array."""
         width = self.value(source).width
-        array = self.shared(width)
+        array = self.shared_array(width)
         self.loop_over_all(
-            width, lambda index: self.lines.append(f"{array}[v] = {self.number(source, index, 'row')[0]};")
+            width, lambda index: self.lines.append(f"{array}[v] = {self.element(source, index, 'row')[0]};")
         )
-        self.store(name, array + "[{}]")
+        self.set_computed(name, array + "[{}]")
         return array
 
-    def combine(self, form: str, operands: Sequence[Operand], c_type: str = "float") -> Operand:
-        """Write the expression `form` of operands into a variable, a vector if an operand is one."""
+    def combine(self, expression: str, operands: Sequence[Operand], c_type: str = "float") -> Operand:
+        """Write an expression of operands into a variable, a vector if an operand is one."""
         if not any(vector for _, vector in operands):
-            variable = self.new()
-            self.lines.append(f"{c_type} {variable} = {form.format(*(text for text, _ in operands))};")
+            variable = self.new_variable()
+            self.lines.append(f"{c_type} {variable} = {expression.format(*(text for text, _ in operands))};")
             return variable, False
-        return self._vector(form.format(*map(_element, operands)), c_type), True
+        return self._vector(expression.format(*map(_at_j, operands)), c_type), True
 
     def _vector(self, text: str, c_type: str = "float") -> str:
         """Write a vector whose elements are an expression; return its variable."""
-        variable = self.new()
+        variable = self.new_variable()
         self.lines += [
             f"{c_type} {variable}[{WIDE}];",
             "#pragma unroll",
@@ -371,24 +371,24 @@ class Writer:
 
     def one_by_one(self, element: Callable[[Index], Operand], index: Index, c_type: str = "float") -> Operand:
         """Write the elements of a vector one after another."""
-        variable = self.new()
-        outside = self._memo
-        self._memo = dict(outside)
+        variable = self.new_variable()
+        outside = self._written
+        self._written = dict(outside)
         self.lines += [f"{c_type} {variable}[{WIDE}];", "#pragma unroll", f"for (int j = 0; j < {WIDE}; j++) {{"]
         text, _ = element(Index(f"({index.base} + j)", False))
         self.lines += [f"{variable}[j] = {text};", "}"]
-        self._memo = outside
+        self._written = outside
         return variable, True
 
     def _store(self, names: Sequence[str], index: Index) -> None:
         outputs = [value.name for value in self._graph.output]
         for name in names:
             number = outputs.index(name)
-            operand = self.number(name, index, "row")
+            operand = self.element(name, index, "row")
             text, vector = operand
             address = f"out{number} + row * out_step{number} + {index.base}"
-            is_float = self.value(name).element in STORED
-            if is_float and index.unit:
+            is_float = self.value(name).elem_type in STORED
+            if is_float and index.is_vector:
                 if not vector:
                     text = self._vector(text)
                 self.lines.append(f"store8({address}, {text});")
@@ -396,16 +396,16 @@ class Writer:
                 self.lines.append(f"*({address}) = {text};")
             elif is_float:
                 self.lines.append(f"*({address}) = narrow({text});")
-            elif index.unit:
-                self.lines.append(f"for (int j = 0; j < {WIDE}; j++) ({address})[j] = (int){_element(operand)};")
+            elif index.is_vector:
+                self.lines.append(f"for (int j = 0; j < {WIDE}; j++) ({address})[j] = (int){_at_j(operand)};")
             else:
                 self.lines.append(f"*({address}) = (int){text};")
 
     def _quantize(self, number: int, width: int) -> None:
         """Write the quantization of a stored output to e4m3."""
         vectors = width // 8
-        largest = self.new()
-        step = self.new()
+        largest = self.new_variable()
+        step = self.new_variable()
         halves = f"(const Halves*)(out{number} + row * out_step{number})"
         self.lines += [
             "__syncthreads();",
@@ -418,21 +418,21 @@ class Writer:
 
     # Elements.
 
-    def number(self, name: str, index: Index, row: str) -> Operand:
+    def element(self, name: str, index: Index, row: str) -> Operand:
         """Return the element of a value at `index` of `row`, a vector or a number that its elements share."""
         key = (name, index, row)
-        if key not in self._memo:
-            self._memo[key] = self._number(name, index, row)
-        return self._memo[key]
+        if key not in self._written:
+            self._written[key] = self._element(name, index, row)
+        return self._written[key]
 
-    def _number(self, name: str, index: Index, row: str) -> Operand:
+    def _element(self, name: str, index: Index, row: str) -> Operand:
         if name in self.constants:
             return self._constant(name, index)
-        if name in self._stored:
+        if name in self._computed:
             reject_if(row != "row", f"Gather of {name}, which is computed from a whole row")
-            if index.unit:
-                return self.one_by_one(lambda at: self.number(name, at, row), index)
-            return self._stored[name].format(index.base), False
+            if index.is_vector:
+                return self.one_by_one(lambda at: self.element(name, at, row), index)
+            return self._computed[name].format(index.base), False
         if name in self._inputs:
             return self._load(name, index, row)
         node = self._producers[name]
@@ -442,10 +442,10 @@ class Writer:
         return rule(self, node, name, index, row)
 
     def view(self, name: str, value: Value, strides: Sequence[int], offset: int, index: Index, row: str) -> Operand:
-        """Return the element of operand `name` that is at `index` of a value: see `mapped`."""
-        at = mapped(value.sizes, strides, offset, index)
+        """Return the element of operand `name` that is at `index` of a value: see `operand_index`."""
+        at = operand_index(value.sizes, strides, offset, index)
         if at is not None:
-            return self.number(name, at, row)
+            return self.element(name, at, row)
         return self.one_by_one(
             lambda at_one: self.view(name, value, strides, offset, at_one, row), index, self.value(name).c_type
         )
@@ -471,7 +471,7 @@ class Writer:
             table = f"{self._name}_table{len(self._tables)}"
             self._tables[name] = table, f"static __device__ const {c_type} {table}[] = {{{', '.join(texts)}}};\n"
         table, _ = self._tables[name]
-        if index.unit:
+        if index.is_vector:
             return f"({table} + {index.base})", True
         return f"{table}[{index.base}]", False
 
@@ -479,34 +479,34 @@ class Writer:
         value = self.value(name)
         number = self.argument(name)
         kind = self._kind(name)
-        variable = self.new()
+        variable = self.new_variable()
         if kind in (INDEX, CHOICES):
-            if index.unit:
-                return self.one_by_one(lambda at: self.number(name, at, row), index, value.c_type)
+            if index.is_vector:
+                return self.one_by_one(lambda at: self.element(name, at, row), index, value.c_type)
             text = f"in{number}[{row} * step{number} + {index.base}]"
             if kind == INDEX:  # of 32 or 64 bits, which the step says
                 text = f"integer(in{number}, step{number}, {row})"
             self.lines.append(f"long long {variable} = {text};")
             return variable, False
-        reject_if(kind not in (WEIGHT, ROWS) or value.element not in STORED, f"the input {name} of another type")
+        reject_if(kind not in (WEIGHT, ROWS) or value.elem_type not in STORED, f"the input {name} of another type")
         reject_if(value.axis is not None and value.outer > 1, f"the input {name} {list(value.sizes)}")
         offset = index.base
         if kind == ROWS:
             offset = f"{row} * step{number} + {offset}"
-        if index.unit and kind == ROWS and value.width % WIDE:  # rows that start anywhere
-            return self.one_by_one(lambda at: self.number(name, at, row), index)
-        if index.unit:
+        if index.is_vector and kind == ROWS and value.width % WIDE:  # rows that start anywhere
+            return self.one_by_one(lambda at: self.element(name, at, row), index)
+        if index.is_vector:
             self.lines += [f"float {variable}[{WIDE}];", f"load8(in{number} + {offset}, {variable});"]
         else:
             self.lines.append(f"float {variable} = number(*(in{number} + {offset}));")
-        return variable, index.unit
+        return variable, index.is_vector
 
 
 Rule = Callable[[Writer, onnx.NodeProto, str, Index, str], Operand]
 StoredRule = Callable[[Writer, onnx.NodeProto], bool]
 
 
-def _element(operand: Operand) -> str:
+def _at_j(operand: Operand) -> str:
     """Return the C++ expression of an operand's element in a loop over j."""
     text, vector = operand
     if vector:

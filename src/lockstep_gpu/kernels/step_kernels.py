@@ -70,7 +70,7 @@ class Kernels:
             positions: [num_requests], of the tokens that the logits follow; may be the same array as in `out`.
             limit: A new position of `limit` is written as 0: no token may have it.
             token_ids, logit_rows: The step's tokens, and for each row of logits the index of its token.
-            samplings, tables: [slots] of `sampling_records.PARAMETERS`, and `LogitsTables.arrays`.
+            samplings, tables: [slots] of `logits_tables.PARAMETERS`, and `LogitsTables.arrays`.
             out: By slot: next_tokens int32 (-1 if the largest logit is NaN or infinite), token_ids (0 in that case) and
                 positions (the row's plus 1).
 

@@ -23,7 +23,7 @@ from lockstep_gpu.kernels.numbers import KINDS
 _BLOCKS = 128  # MOST_BLOCKS in sums.cuh
 _UNIT = 16  # bytes
 _PEER_ARRAYS = "inbox", "flags", "values", "terms"  # in the order of sums.cuh
-_GIVEN_UP = 0xFFFFFFFF
+_ABORTED = 0xFFFFFFFF
 # Seconds that a rank waits for another one: less than the server's --stall, so that the error names the rank.
 TIMEOUT_S = 30
 # Bytes up to which every rank sums the whole array (one-shot). Above, each of more than two ranks reduces its shard and
@@ -62,7 +62,7 @@ class Exchange:
         # Page-locked memory has the same address on the host and on all devices.
         self._lost = cuda.Array(self.host_lost.ctypes.data, (1,), "u4", self.host_lost)
 
-    def meet(self, exchanges: Sequence[Exchange]) -> None:
+    def exchange_addresses(self, exchanges: Sequence[Exchange]) -> None:
         """Upload the addresses of all ranks' memory to the device; exchanges: all ranks', in order."""
         self.device.use()
         addresses: list[int] = []
@@ -117,14 +117,14 @@ class Exchange:
         """Return the kernel arguments of sums.cuh's Group."""
         return self._peers, self._state, self._lost, self.rank, self._slot, TIMEOUT_S
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Stop all waits: a step failed on one rank after others were enqueued."""
-        self.host_lost[0] = self.host_lost[0] or _GIVEN_UP
+        self.host_lost[0] = self.host_lost[0] or _ABORTED
 
     def check(self) -> None:
         """Raise CheckError if a wait for another rank timed out: the results since then are garbage."""
         lost = int(self.host_lost[0])
-        if lost == _GIVEN_UP:
+        if lost == _ABORTED:
             raise CheckError("tensor_parallel: expected whole steps, found one that ended half way; start again")
         if lost:
             raise CheckError(
@@ -146,7 +146,7 @@ def connect(devices: Sequence[Device], sum_nbytes: int, gather_nbytes: int) -> l
     slot = max(part, -(-gather_nbytes // _UNIT))
     exchanges = [Exchange(device, rank, world, slot, room) for rank, device in enumerate(devices)]
     for exchange in exchanges:
-        exchange.meet(exchanges)
+        exchange.exchange_addresses(exchanges)
     return exchanges
 
 

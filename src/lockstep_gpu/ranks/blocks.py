@@ -19,12 +19,10 @@ from lockstep.artifacts.signature import IO, concrete_shape
 from lockstep.step.network import Block, LayerMixer, Network, ShardCall
 from lockstep_gpu import cuda
 from lockstep_gpu.attention.base import Arrays, Call, Calls
-from lockstep_gpu.plan import SMALLEST_CHUNK, BlockChoice, StepLimits
+from lockstep_gpu.plan import MAX_VERIFY_TOKENS, SMALLEST_CHUNK, BlockChoice, StepLimits
 from lockstep_gpu.program import Bound, GpuExecutable, GpuProgram, Shapes
 from lockstep_gpu.ranks.all_reduce import Exchange
 
-# Tokens of a step that verifies drafts: more take longer than reading the weights does.
-MAX_VERIFY_TOKENS = 128
 Values = dict[str, cuda.Array]
 # The outputs of a block that attention and recurrent mixers read.
 _READ = ("query", "key", "value", "decay", "beta", "position_ids", "attention")

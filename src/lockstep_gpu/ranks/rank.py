@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -21,13 +21,12 @@ from lockstep_gpu.attention.make import make_attention
 from lockstep_gpu.decode_state import DecodeState
 from lockstep_gpu.device import Device
 from lockstep_gpu.kernels.step_kernels import Kernels
-from lockstep_gpu.logits_tables import LogitsTables
+from lockstep_gpu.logits_tables import LOGPROBS, LogitsTables
 from lockstep_gpu.pass_inputs import Inputs, PassInputs
-from lockstep_gpu.plan import CAPTURED_WHOLE, BlockChoice, PackedPass, StepLimits
+from lockstep_gpu.plan import CAPTURED_WHOLE, MAX_VERIFY_TOKENS, BlockChoice, PackedPass, StepLimits
 from lockstep_gpu.profiling import in_ranges
 from lockstep_gpu.ranks.all_reduce import Exchange
-from lockstep_gpu.ranks.blocks import MAX_VERIFY_TOKENS, PrefillBlocks, PrefillPass, RankBlocks, engine_of
-from lockstep_gpu.sampling_records import LOGPROBS
+from lockstep_gpu.ranks.blocks import PrefillBlocks, PrefillPass, RankBlocks, engine_of
 
 _WARM_GEMM_STEP = 32  # tokens between the sizes of GEMMs that are warmed up: kernels have tiles of 64 tokens and more
 
@@ -60,6 +59,17 @@ class PassCalls:
         for part in self.parts:
             calls += part.make()
         return in_ranges(calls)
+
+
+class FetchedTokens(NamedTuple):
+    """What a step returns to the host: page-locked arrays by slot, valid after `done`.
+
+    tokens: int32, the next ones. logprobs: LOGPROBS, of the first rank only.
+    """
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    done: cuda.Event
 
 
 class Rank:
@@ -96,20 +106,21 @@ class Rank:
         if exchange is not None:  # see `Kernels.largest`
             self._rank_argmax = cuda.empty((num_slots + 1, 2), "f4")  # gathers read on to a multiple of 16 bytes
             self._gathered_argmax = cuda.empty((num_slots, 2 * exchange.world), "f4")
+        # A base block is built without adapters, for passes in which no request has one.
         self.has_base = network.exit.base is not None or any(block.base for block, _ in network.layers)
         all_rows = np.arange(max(num_slots, MAX_VERIFY_TOKENS), dtype=integer)
         self._all_rows = cuda.empty(all_rows.shape, integer)
         self.stream.upload(self._all_rows, all_rows)
         self._inputs = PassInputs(limits, integer, self.stream)
         self.graphs: dict[tuple, cuda.Graph | None] = {}  # by the key of a part; None: it has run once
-        sizes = num_slots, max_seq_len, MAX_VERIFY_TOKENS, limits.largest_pass
-        self._layer_attention = make_attention(network, tables, *sizes, self._kernels, self.blocks.buffer, self.stream)
+        self._layer_attention = make_attention(network, tables, limits, self._kernels, self.blocks.buffer, self.stream)
         self.attentions = list(dict.fromkeys(self._layer_attention))
         self._prefill_blocks: dict[BlockChoice, PrefillBlocks] = {}  # bound at the first pass
         self._decode_passes: dict[tuple, PassCalls] = {}
         # Two buffers: a speculative step is enqueued before the tokens of the previous one are read.
         self.fetched = [
-            (cuda.pinned((num_slots,), "i4"), cuda.pinned((num_slots,), LOGPROBS), cuda.Event()) for _ in range(2)
+            FetchedTokens(cuda.pinned((num_slots,), "i4"), cuda.pinned((num_slots,), LOGPROBS), cuda.Event())
+            for _ in range(2)
         ]
         self.fetched_verified = cuda.pinned((MAX_VERIFY_TOKENS,), "i4")
         self._observer: Observer | None = None

@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.step.logits_pipeline import most_likely, most_likely_of_shard
 from lockstep.step.sampling import Sampling
-from lockstep_gpu.sampling_records import LOGPROBS, MASKED, bits_of, count_tokens, read_logprobs
+from lockstep_gpu.logits_tables import LOGPROBS, MASKED, bits_of, count_tokens, read_logprobs
 from next_token_cases import CASES, SAMPLING, ProcessedMix, check_draws, record, rows_of
 from some import some
 

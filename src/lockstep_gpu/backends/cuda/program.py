@@ -28,7 +28,7 @@ from lockstep_gpu.backends.cuda.kernels_file import Group, KernelsFile, Shape
 from lockstep_gpu.device import Device
 from lockstep_gpu.kernels.expert_products import ExpertOrder, ExpertStack, largest_tile
 from lockstep_gpu.kernels.expert_products import bind as bind_experts
-from lockstep_gpu.kernels.fp8_gemm import Rows
+from lockstep_gpu.kernels.fp8_gemm import QuantizedRows
 from lockstep_gpu.kernels.gemm import ALIGNED
 from lockstep_gpu.kernels.library import including
 from lockstep_gpu.kernels.numbers import kind_options
@@ -57,20 +57,20 @@ Sizes = Mapping[str, int]  # of dimensions, by name
 GroupWeights = Mapping[Group, SmallWeight]
 
 
-class _Shared:
+class _SharedBuffers:
     """Products and buffers that all blocks of a device share, one set for captured decode steps and one for prompts.
 
     Held weakly: they are freed with the last call that uses them.
     """
 
-    _instances: weakref.WeakValueDictionary[tuple[int, bool, np.dtype], _Shared] = weakref.WeakValueDictionary()
+    _instances: weakref.WeakValueDictionary[tuple[int, bool, np.dtype], _SharedBuffers] = weakref.WeakValueDictionary()
 
     def __init__(self, device: Device, dtype: np.dtype):
         self.products = Products(device.stream, dtype)
         self._buffers: dict[tuple, cuda.Array] = {}
 
     @classmethod
-    def of(cls, device: Device, captured: bool, dtype: np.dtype) -> _Shared:
+    def of(cls, device: Device, captured: bool, dtype: np.dtype) -> _SharedBuffers:
         key = id(device), captured, dtype
         shared = cls._instances.get(key)
         if shared is None:
@@ -100,7 +100,7 @@ class KernelsProgram(GpuProgram):
         groups = [step.products for step in block.steps if step.kernel is None]
         self.groups = [group for group in groups if group[0].experts is None]
         products = list(itertools.chain.from_iterable(groups))
-        self.of_experts = [product for product in products if product.experts is not None]
+        self.expert_products = [product for product in products if product.experts is not None]
         self._weights_of_kernels = dict[str, str]()  # {slot: kind}
         self.wide = set[str]()
         for kernel in self.kernels:
@@ -152,7 +152,7 @@ class KernelsProgram(GpuProgram):
         """
         results = {product.output for product in group}
         by_products = {group[0].input for group in self.groups}
-        by_products |= {product.input for product in self.of_experts}
+        by_products |= {product.input for product in self.expert_products}
         aligned = not any(product.out_features % ALIGNED for product in group)
         return len(group) > 1 and aligned and results.isdisjoint({*self.block.outputs, *by_products})
 
@@ -161,14 +161,14 @@ class KernelsProgram(GpuProgram):
         check_bound_slots(self.slots, slots, str(self.path))
         assert weights is not None  # every block has some
         self.device.use()
-        store = _Store(self, DeviceWeights.of(weights, self.device), weights, slots)
+        store = _BlockWeights(self, DeviceWeights.of(weights, self.device), weights, slots)
         rows = dict[str, cuda.Array]()
         groups = {group: store.group(group, self.shares_buffer(group), rows) for group in self.groups}
         kinds = dict(self._weights_of_kernels)
-        for product in self.of_experts:
+        for product in self.expert_products:
             kinds.update(_kinds(product))
-        plain = {name: store.plain(name, kind) for name, kind in kinds.items()}
-        return KernelsExecutable(self, groups, plain, store.uploads, rows)
+        kernel_weights = {name: store.kernel_weight(name, kind) for name, kind in kinds.items()}
+        return KernelsExecutable(self, groups, kernel_weights, store.uploads, rows)
 
     def tuned_for(self, shapes: Shapes) -> Shapes:
         """Return `shapes`: there are no profiles."""
@@ -211,7 +211,7 @@ def _tensor(name: str, is_input: bool, dtype: str, shape: Shape) -> Tensor:
     return Tensor(name, is_input, named_dtype(dtype), tuple(sizes))
 
 
-class _Store:
+class _BlockWeights:
     """The weights of a block on its device."""
 
     def __init__(
@@ -223,7 +223,7 @@ class _Store:
         self._names = slots
         self.uploads = store.uploads
 
-    def plain(self, slot: str, kind: str) -> cuda.Array:
+    def kernel_weight(self, slot: str, kind: str) -> cuda.Array:
         """Return a weight that kernels read: in the block's type, or if it is quantised as products read it."""
         cast = None
         if kind == SCALES:
@@ -247,11 +247,11 @@ class _Store:
         if in_one_buffer or num_adapter_rows:
             outs = (num_rows + num_adapter_rows,)
         if first.bits < 16:  # a set with quantised weights takes no adapters
-            data = self._part(group, 0, None)
+            data = self._quantized_part(group, 0, None)
             scale_cast: WeightCast | None = _AS_SCALES
             if first.is_fp8:  # whose scales are float32 and stay so
                 scale_cast = None
-            scales = self._part(group, 1, scale_cast)
+            scales = self._quantized_part(group, 1, scale_cast)
             return SmallWeight(data, scales, first.bits, first.group_size, in_features, outs)
         dtype = self._program.dtype
         if first.is_float32:
@@ -267,7 +267,7 @@ class _Store:
             at += count
         return SmallWeight(data, None, 16, 0, in_features, outs)
 
-    def _part(self, group: Group, part: int, cast: WeightCast | None) -> cuda.Array:
+    def _quantized_part(self, group: Group, part: int, cast: WeightCast | None) -> cuda.Array:
         """Return the integers (part 0) or scales (part 1) of a group's weights, one product after another."""
         slots = [product.slots[part] for product in group]
         sizes = [self._program.slots[slot][0] for slot in slots]
@@ -302,7 +302,7 @@ class KernelsExecutable(GpuExecutable):
     def bind(self, inputs: Arrays, outputs: Arrays, captured: bool = False) -> Bound:
         arrays = {**inputs, **outputs}
         self.check_arrays(arrays)
-        call = _Call(self, arrays, captured)
+        call = _BoundSteps(self, arrays, captured)
 
         def run(sizes: Sizes, shapes: Shapes) -> None:
             for step in call.steps:
@@ -324,7 +324,7 @@ class KernelsExecutable(GpuExecutable):
             return None
         arrays = {**inputs, **outputs}
         self.check_arrays(arrays)
-        call = _Call(self, arrays, True)
+        call = _BoundSteps(self, arrays, True)
         sizes = self.program.sizes({name: array.shape for name, array in arrays.items()})
         first_step = call.kernel(kernel, function, *exchange.group)
         later_steps = call.steps[1:]
@@ -339,13 +339,13 @@ class KernelsExecutable(GpuExecutable):
 Step = Callable[[Sizes], None]
 
 
-class _Call:
+class _BoundSteps:
     """The steps of an executable on arrays of the largest sizes."""
 
     def __init__(self, run: KernelsExecutable, arrays: Arrays, captured: bool):
         self._run = run
         self._program = program = run.program
-        self._shared = _Shared.of(program.device, captured, program.dtype)
+        self._shared = _SharedBuffers.of(program.device, captured, program.dtype)
         self._largest = program.sizes({name: array.shape for name, array in arrays.items()})
         self._arrays = arrays
         self._counts = dict[tuple[int, ...], int]()
@@ -354,7 +354,7 @@ class _Call:
         for group in program.groups:
             if program.shares_buffer(group) and not any(product.lora for product in group):
                 self._share_buffer(group)
-        choices = {product.experts.ids for product in program.of_experts if product.experts is not None}
+        choices = {product.experts.ids for product in program.expert_products if product.experts is not None}
         dtypes: dict[str, np.dtype] = dict.fromkeys(program.wide, _WIDE)
         dtypes |= dict.fromkeys(choices, _EXPERT_ID)
         for name, shape in program.block.inner.items():
@@ -362,13 +362,14 @@ class _Call:
                 buffer = self._buffer(str(shape[0]), *(int(size) for size in shape[1:]), dtype=dtypes.get(name))
                 self._values[name] = StridedView.of(buffer)
         self._orders: dict[str, ExpertOrder] = {}
-        self._rows_as_e4m3: dict[str, Rows] = {}
+        self._quantized: dict[str, QuantizedRows] = {}
         quantized = itertools.chain.from_iterable(kernel.quantized for kernel in program.kernels)
         for number, name in enumerate(quantized):
             count = self._largest[str(program.declared(name)[0])]
             width = self._values[name].array.shape[1:]
             codes = self._shared.buffer(number, count, (math.prod(width),), np.dtype(np.uint8))
-            self._rows_as_e4m3[name] = codes, self._shared.buffer(number, count, (), np.dtype(np.float32))
+            scales = self._shared.buffer(number, count, (), np.dtype(np.float32))
+            self._quantized[name] = QuantizedRows(codes, scales)
         self.steps: list[Step] = []
         for step in program.block.steps:
             if step.kernel is None:
@@ -412,7 +413,7 @@ class _Call:
         for name in kernel.outputs:
             arguments += [self._values[name].array, self._values[name].stride]
         for name in kernel.quantized:
-            arguments += self._rows_as_e4m3[name]
+            arguments += self._quantized[name]
         stream = self._program.device.stream
         function = function or self._program.functions[kernel.name]
         # `overlaps`: the kernel may be launched before the one in front has ended, and waits for its values itself.
@@ -433,7 +434,7 @@ class _Call:
             number = -1 - len(self._orders)  # other buffers count from 0
             sorted_rows = self._shared.buffer(number, count, (), _EXPERT_ID)
             tiles = self._shared.buffer(number, count, (4,), _EXPERT_ID)
-            all_experts = [other.experts for other in self._program.of_experts if other.experts is not None]
+            all_experts = [other.experts for other in self._program.expert_products if other.experts is not None]
             forms = [other.weight for other in all_experts if other.ids == experts.ids]
             tile = largest_tile(forms, self._program.dtype)
             order = ExpertOrder(stream, ids, experts.weight.count, sorted_rows, tiles, tile)
@@ -463,7 +464,7 @@ class _Call:
             outs = [self._values[product.output].array for product in group]
             if self._program.shares_buffer(group):
                 outs = [outs[0].reshape(self._largest[rows], sum(product.out_features for product in group))]
-            multiply = products.bind(weight, x, outs, self._rows_as_e4m3.get(group[0].input))
+            multiply = products.bind(weight, x, outs, self._quantized.get(group[0].input))
             return [lambda sizes: multiply(sizes[rows])]
         # With adapters one product gives x W and x A of all of them, in the columns after x W. A second kernel adds to
         # each row of x W the product of its adapter's columns and B, and writes the results of the group.

@@ -7,7 +7,7 @@ stream itself, as in OLMo 2, get a copy of 16 bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 
 import onnx
@@ -43,51 +43,39 @@ def residual_stream(model: onnx.ModelProto, signature: Signature) -> set[str]:
 
 def with_copies(cut: CutGraph, stream: Collection[str], signature: Signature) -> CutGraph:
     """Return a cut graph whose products read and write copies of the stream."""
-    return _Copies(cut, stream, signature).added()
+    shapes = {io.name: io.shape for io in (*signature.inputs, *signature.outputs)} | dict(cut.inner)
+    pieces = [*cut.pieces]
+    inner = dict(cut.inner)
+    steps = list[int | tuple[Product, ...]]()
 
+    def narrow(name: str) -> str:
+        return name + _COPY if name in stream else name
 
-class _Copies:
-    def __init__(self, cut: CutGraph, stream: Collection[str], signature: Signature):
-        self._cut = cut
-        self._stream = stream
-        self._shapes = {io.name: io.shape for io in (*signature.inputs, *signature.outputs)} | dict(cut.inner)
-        self._pieces = [*cut.pieces]
-        self._inner = dict(cut.inner)
-
-    def added(self) -> CutGraph:
-        steps = tuple(self._steps())
-        return CutGraph(tuple(self._pieces), steps, self._inner)
-
-    def _steps(self) -> Iterator[int | tuple[Product, ...]]:
-        copied = set[str]()
-        for step in self._cut.steps:
-            if isinstance(step, int):
-                yield step
-                continue
-            source = step[0].input  # of all products of a step
-            if source in self._stream and source not in copied:
-                copied.add(source)
-                yield self._copy(source, source + _COPY)
-            yield tuple(
-                replace(product, input=self._narrow(product.input), output=self._narrow(product.output))
-                for product in step
-            )
-            for product in step:
-                if product.output in self._stream:
-                    yield self._copy(product.output + _COPY, product.output)
-
-    def _narrow(self, name: str) -> str:
-        """Return the name of the copy of 16 bits, if the value is of the stream."""
-        return name + _COPY if name in self._stream else name
-
-    def _copy(self, source: str, copy: str) -> int:
-        """Add a piece that copies rows; return its number."""
-        shape = self._shapes[source.removesuffix(_COPY)]
-        for name in (source, copy):
+    def copy(source: str, target: str) -> None:
+        """Add a piece that copies rows, and a step that runs it."""
+        shape = shapes[source.removesuffix(_COPY)]
+        for name in (source, target):
             if name.endswith(_COPY):
-                self._inner[name] = shape
-        values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in (source, copy)]
-        graph = helper.make_graph([helper.make_node("Identity", [source], [copy])], copy, values[:1], values[1:])
-        opsets = [helper.make_opsetid("", _OPSET)]
-        self._pieces.append(helper.make_model(graph, opset_imports=opsets, ir_version=10))
-        return len(self._pieces) - 1
+                inner[name] = shape
+        steps.append(len(pieces))
+        values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in (source, target)]
+        node = helper.make_node("Identity", [source], [target])
+        graph = helper.make_graph([node], target, values[:1], values[1:])
+        pieces.append(helper.make_model(graph, opset_imports=[helper.make_opsetid("", _OPSET)], ir_version=10))
+
+    copied = set[str]()
+    for step in cut.steps:
+        if isinstance(step, int):
+            steps.append(step)
+            continue
+        source = step[0].input  # of all products of a step
+        if source in stream and source not in copied:
+            copied.add(source)
+            copy(source, source + _COPY)
+        steps.append(
+            tuple(replace(product, input=narrow(product.input), output=narrow(product.output)) for product in step)
+        )
+        for product in step:
+            if product.output in stream:
+                copy(product.output + _COPY, product.output)
+    return CutGraph(tuple(pieces), tuple(steps), inner)

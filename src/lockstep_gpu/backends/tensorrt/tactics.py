@@ -50,12 +50,6 @@ class TacticsRecord(Document):
     cached: Mapping[str, str]
 
 
-def compare(recorded: Sequence[ChosenLayer], chosen: Sequence[ChosenLayer], where: str) -> None:
-    """Raise CheckError with the first difference between recorded and chosen layers."""
-    if line := next(differences(recorded, chosen, where), None):
-        raise CheckError(line)
-
-
 class Tactics:
     """The tactics of one engine set in `folder`; made_by: JSON of all else that decides them."""
 
@@ -110,7 +104,8 @@ class Tactics:
                 raise CheckError(f"{expected} none of this engine; {_AGAIN}")
             if recorded.graph_sha256 != graph_sha256:
                 raise CheckError(f"{expected} those of another graph; {_AGAIN}")
-            compare(recorded.layers, layers, where)
+            if line := next(differences(recorded.layers, layers, where), None):
+                raise CheckError(line)
         self.engines[name] = RecordedEngine(graph_sha256, tuple(layers))
         return self.engines[name].digest
 

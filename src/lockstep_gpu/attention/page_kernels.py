@@ -1,4 +1,4 @@
-"""The kernels of an fp8 cache for prompts: one writes its pages, the other dequantizes them for cuDNN's attention."""
+"""The kernels that prepare prompts for cuDNN's attention: RoPE, writes to the cache, and reads of fp8 pages."""
 
 from __future__ import annotations
 
@@ -6,11 +6,34 @@ from lockstep_gpu import cuda
 from lockstep_gpu.attention.kernel_spec import THREADS, AttentionKernelSpec, PagedTokens
 from lockstep_gpu.kernels.library import including
 
+_PIECES = 2  # of 8 elements, of a thread
 _WARPS = THREADS // 32
 
 
+class RopeKernel:
+    """The RoPE kernel of a spec, compiled for this GPU."""
+
+    def __init__(self, spec: AttentionKernelSpec):
+        pieces = (spec.heads * spec.head_dim + spec.kv_heads * (spec.head_dim + spec.value_dim)) // 8
+        self._pages = Fp8Pages(spec) if spec.fp8 else None
+        self._slices = -(-pieces // (_PIECES * THREADS))
+        self._kernel = cuda.compile_kernels(including("apply_rope.cu"), spec.options)["apply_rope"]
+
+    def launch(self, stream: cuda.Stream, tokens: PagedTokens, query_out: cuda.Array) -> None:
+        """Enqueue RoPE and the writes to the paged cache.
+
+        Keys, with RoPE, and values are written to the pages of row `rows[token]` (-1: nowhere) at `positions[token]`.
+        Queries and keys may be float32.
+
+        query_out: [num_tokens, num_heads, head_dim], the queries with RoPE.
+        """
+        self._kernel.launch(stream, (query_out.shape[0], self._slices, 1), THREADS, *tokens.arguments(query_out))
+        if self._pages is not None:
+            self._pages.write(stream, tokens, query_out)
+
+
 class Fp8Pages:
-    """The kernels of a spec, compiled for this GPU."""
+    """The kernels of a spec's fp8 cache: one writes its pages, the other dequantizes them for cuDNN's attention."""
 
     def __init__(self, spec: AttentionKernelSpec):
         self._kv_heads = spec.kv_heads
