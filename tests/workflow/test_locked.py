@@ -74,7 +74,7 @@ BEFORE = {
     "a prompt": (edit_prompt, rf"reference {MODEL}/2: golden\.prompts\.004 differs: new, Dark; locked by"),
     "a layer count": (
         lambda demo: demo.edit_config(lambda config: config["models"][MODEL]["layers"].append(3)),
-        rf"validate {MODEL}/fp32/3: the terms of this check are not in the lock",
+        rf"validate {MODEL}/fp32/3: the parameters of this check are not in the lock",
     ),
     "a tolerance": (
         lambda demo: demo.edit_config(

@@ -2,10 +2,10 @@
 
 from lockstep.artifacts.files import read_json
 from lockstep.config.load import load
-from lockstep.provenance.locked import fetch_terms
+from lockstep.provenance.locked import fetch_parameters
 from lockstep.workflow.job import lock_file, logged, run_job
 
 with logged(snakemake):
     config = load(read_json(snakemake.input.config))
-    terms = fetch_terms(config, snakemake.wildcards.model, lock_file(snakemake))
-    run_job(snakemake, **terms)
+    parameters = fetch_parameters(config, snakemake.wildcards.model, lock_file(snakemake))
+    run_job(snakemake, **parameters)

@@ -37,7 +37,7 @@ class _Backend:
 
 @dataclass(frozen=True)
 class BuildKey(JsonObject):
-    """The build key of a step: all that decides its result.
+    """The build key of a job: all that decides its result.
 
     names: the stage's wildcards. inputs: {name: value, mostly a sha256}. options: plain JSON. code: {path of a module:
     sha256}. environment: {package: version}. backend: its library and device; None for a stage without one.

@@ -44,7 +44,7 @@ class _Project:
 @RESULTS
 def explain(target: str, as_json: bool, config_file: Path | None, results: Path) -> None:
     """Explain what a run would make again for a target, and why."""
-    from lockstep.provenance.explain import explain as explain_steps
+    from lockstep.provenance.explain import explain as explain_jobs
     from lockstep.provenance.sources import Sources
 
     tree = Results(results)
@@ -53,17 +53,18 @@ def explain(target: str, as_json: bool, config_file: Path | None, results: Path)
     chosen = project.target
     adapters = project.config.adapter_folders(chosen.model, results=tree)
     sources = Sources.of(project.config, chosen.model, tree, project.source, adapters)
-    steps = explain_steps(project.config, tree, chosen, sources)
-    rebuilt_steps = [step for step in steps if step.rebuilt]
+    explanations = explain_jobs(project.config, tree, chosen, sources)
+    rebuilt = [explained for explained in explanations if explained.rebuilt]
     if as_json:
         entries = []
-        for explained in rebuilt_steps:
-            step = {"stage": explained.step.stage, "names": explained.step.names, "output": str(explained.step.output)}
-            entries.append({**step, "unknown": explained.unknown, "reasons": explained.reasons})
+        for explained in rebuilt:
+            job = explained.job
+            entry = {"stage": job.stage, "names": job.names, "output": str(job.output)}
+            entries.append({**entry, "unknown": explained.unknown, "reasons": explained.reasons})
         return echo_json({"target": str(chosen), "steps": entries})
-    for explained in rebuilt_steps:
+    for explained in rebuilt:
         click.echo(explained)
-    if not rebuilt_steps:
+    if not rebuilt:
         click.echo(f"{chosen}: nothing would be made again")
 
 

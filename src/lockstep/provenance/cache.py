@@ -1,8 +1,8 @@
 """The cache of artefacts, by build key, shared between checkouts and machines.
 
-A step and its build key in: an artefact that was made once is copied, not built. Every use is a line on stderr: in a
-job, in its log. Where the cache cannot be read, cannot be written or is damaged, the line says so and the artefact is
-made as without a cache.
+A job and its build key in: an artefact that was made once is copied, not built. Every use is a line on stderr, which is
+the job's log. Where the cache cannot be read or written, or is damaged, the line says so and the artefact is made as
+without a cache.
 
 A cache is a folder: `entries/<build key>.json` is the statement of an artefact, whose subjects are `blobs/<sha256>`.
 Files are written to a temporary name in the same folder, flushed and renamed, so that others see them whole or not at
@@ -32,14 +32,15 @@ from lockstep.stages import STAGES, Job
 
 VARIABLE = "LOCKSTEP_CACHE"
 REUSED = "reused: "  # begins the line of a job's log that a run shows
+# Files that an earlier artefact may have left in the folder of graphs or engines.
 _SUFFIXES = (".onnx", ".engine", ".zip")
 
 
 def cache_folder(configured: str = "") -> Path | None:
-    """Return the folder of the cache; None for none.
+    """Return the folder of the cache: LOCKSTEP_CACHE, also where it is empty, else the config's; None for none.
 
-    LOCKSTEP_CACHE where it is set, also to nothing, else the config's. The variable wins because the place of a cache
-    depends on the machine, and a config is shared. Raises InputError where no folder can be.
+    The variable wins because the place of a cache depends on the machine, and a config is shared. Raises InputError
+    where no folder can be.
     """
     where = VARIABLE if VARIABLE in os.environ else "config: cache"
     text = os.environ.get(VARIABLE, configured)
@@ -91,18 +92,18 @@ class Cache:
         Raises InputError, and deletes the blob, when it does not have the digest in its name.
         """
         source = self.blob_path(sha256)
-        touch(source)
+        _touch(source)
         try:
             _copy(source, sha256, target)
         except InputError:
-            delete(source)
+            _delete(source)
             raise
 
     def add(self, source: Path, sha256: str) -> None:
         """Put the file `source` in, unless it is there, whole. Raises InputError when it is not of this sha256."""
         path = self.blob_path(sha256)
         if size_of(path) == source.stat().st_size and sha256_file(path) == sha256:
-            return touch(path)  # what was not used for long may be deleted by age before its entry is written
+            return _touch(path)  # else a clean-up by age may delete it before the new entry is written
         with atomic_path(path, secrets.token_hex(8)) as temporary:
             shutil.copyfile(source, temporary)
             actual = sha256_file(temporary)
@@ -114,34 +115,27 @@ class Cache:
             temporary.write_bytes(entry.to_bytes())
 
 
-def delete(path: Path) -> None:
-    """Delete a damaged or unused file where that is allowed."""
-    with contextlib.suppress(OSError):
+def _delete(path: Path) -> None:
+    with contextlib.suppress(OSError):  # a cache that may only be read
         path.unlink()
 
 
-def touch(path: Path) -> None:
+def _touch(path: Path) -> None:
     """Set the time of a file's last use, where the cache can be written."""
     with contextlib.suppress(OSError):
         os.utime(path)
 
 
-def cache_for(step: Job, configured: str) -> Cache | None:
-    """Return the cache for a step; None where there is none or it is not cached.
-
-    Raises InputError for a place where no cache can be.
-    """
-    folder = None
-    if STAGES[step.stage].is_cached:
-        folder = cache_folder(configured)
+def cache_for(job: Job, configured: str) -> Cache | None:
+    """Return the cache for a job; None where there is none, or artefacts of its stage are not cached."""
+    if not STAGES[job.stage].is_cached:
+        return None
+    folder = cache_folder(configured)
     return Cache(folder) if folder else None
 
 
-def take(cache: Cache | None, step: Job, key: BuildKey) -> bool:
-    """Restore the artefact with this build key to the output of `step`.
-
-    Returns whether the cache has all of it; False: it must be made.
-    """
+def take(cache: Cache | None, job: Job, key: BuildKey) -> bool:
+    """Restore the artefact with this build key to the output of `job`; return False where it must be made."""
     if cache is None:
         return False
     name = key.sha256
@@ -149,80 +143,78 @@ def take(cache: Cache | None, step: Job, key: BuildKey) -> bool:
         entry = cache.read(name)
         if entry is None:
             return False
-        _restore(step, entry, cache.entry_path(name), cache.take)
+        _restore(job, entry, cache.entry_path(name), cache.take)
     except LockstepError as error:
-        delete(cache.entry_path(name))
-        _say(f"{error}; {step} is made again")
+        _delete(cache.entry_path(name))
+        _say(f"{error}; {job} is made again")
         return False
     except OSError as error:
-        _say(f"{cache.folder}: expected to take {step} from it, found: {error}; it is made again")
+        _say(f"{cache.folder}: expected to take {job} from it, found: {error}; it is made again")
         return False
-    touch(cache.entry_path(name))
-    _say(f"{step} is taken from {cache.folder}, build key {name[:12]}: nothing was computed")
+    _touch(cache.entry_path(name))
+    _say(f"{job} is taken from {cache.folder}, build key {name[:12]}: nothing was computed")
     return True
 
 
-def put(cache: Cache | None, step: Job, statement: Statement) -> None:
-    """Put the new artefact of `step`, with the files of its statement, into the cache.
-
-    Not one that names files of other folders: it is valid in one place only.
-    """
-    if cache is None or not _is_whole(step.output, statement.outputs):
+def put(cache: Cache | None, job: Job, statement: Statement) -> None:
+    """Put the new artefact of `job`, with the files of its statement, into the cache."""
+    # A manifest that names files of other folders is valid in one place only.
+    if cache is None or not _is_whole(job.output, statement.outputs):
         return
     try:
-        _check_unchanged(step, statement.key)
+        _check_unchanged(job, statement.key)
         for name, sha256 in sorted(statement.outputs.items()):
-            cache.add(step.output.parent / name, sha256)
+            cache.add(job.output.parent / name, sha256)
         cache.write(statement)
     except InputError as error:
-        _say(f"{step} is not put into {cache.folder}: {error}")
+        _say(f"{job} is not put into {cache.folder}: {error}")
     except OSError as error:
-        _say(f"{cache.folder} cannot be written ({error.strerror}): {step} is not put into it")
+        _say(f"{cache.folder} cannot be written ({error.strerror}): {job} is not put into it")
     else:
-        _say(f"{step} is put into {cache.folder}, build key {statement.key.sha256[:12]}")
+        _say(f"{job} is put into {cache.folder}, build key {statement.key.sha256[:12]}")
 
 
-def take_of_other(step: Job, key: BuildKey) -> bool:
-    """Copy the artefact of another model of the same results tree, if one has this build key, as a fine-tune's base.
+def take_of_other(job: Job, key: BuildKey) -> bool:
+    """Copy the artefact of another model of the same results tree that has this build key, such as a fine-tune's base.
 
-    Returns whether the output of `step` is there; False: it must be made.
+    Returns False where there is none.
     """
-    stage = STAGES[step.stage]
-    root = step.output.parents[len(Path(stage.output).parts) - 1]
-    if not stage.is_cached or "model" not in step.names or root / stage.output.format(**step.names) != step.output:
+    stage = STAGES[job.stage]
+    root = job.output.parents[len(Path(stage.output).parts) - 1]  # the results folder
+    if not stage.is_cached or "model" not in job.names or root / stage.output.format(**job.names) != job.output:
         return False
-    others = root.glob(stage.output.format(**{**step.names, "model": "*"}))
-    for manifest in sorted(set(others) - {step.output}):
+    others = root.glob(stage.output.format(**{**job.names, "model": "*"}))
+    for manifest in sorted(set(others) - {job.output}):
         try:
             entry = read_statement(manifest)
             if entry is None or entry.key.sha256 != key.sha256:
                 continue
-            paths = {sha256: manifest.parent / name for name, sha256 in entry.outputs.items()}
-
-            def copy(sha256: str, target: Path, paths: Mapping[str, Path] = paths) -> None:
-                _copy(paths[sha256], sha256, target)
-
-            _restore(step, entry, statement_path(manifest), copy)
+            _restore(job, entry, statement_path(manifest), _copier(manifest.parent, entry))
         except (LockstepError, OSError):
             continue  # it is damaged, or made at this moment
-        print(
-            f"{REUSED}{step} is that of {manifest.relative_to(root).parts[0]}, of the same build key", file=sys.stderr
-        )
+        model = manifest.relative_to(root).parts[0]
+        print(f"{REUSED}{job} is that of {model}, of the same build key", file=sys.stderr)
         return True
     return False
 
 
-def _restore(step: Job, entry: Statement, where: Path, take: Callable[[str, Path], None]) -> None:
+def _copier(folder: Path, entry: Statement) -> Callable[[str, Path], None]:
+    """Return a function that copies the file of a sha256 from the artefact in `folder` to a new file."""
+    paths = {sha256: folder / name for name, sha256 in entry.outputs.items()}
+    return lambda sha256, target: _copy(paths[sha256], sha256, target)
+
+
+def _restore(job: Job, entry: Statement, where: Path, take: Callable[[str, Path], None]) -> None:
     """Copy an artefact out of the cache, or from another model.
 
-    where: the file of `entry`. take: copies the file of a sha256 to a new one. The manifest is checked first and
-    written last, so no manifest is there after a run that was killed.
+    where: the file of `entry`. take: copies the file of a sha256 to a new one.
     """
-    folder = step.output.parent
-    output = step.output
+    folder = job.output.parent
+    output = job.output
     outputs = entry.outputs
     for name in outputs:
         remove_leftovers(folder / name)
+    # The manifest is checked first and gets its name last: a run that is killed leaves files without a manifest.
     with atomic_path(output) as manifest:
         if output.name in outputs:
             take(outputs[output.name], manifest)
@@ -234,8 +226,8 @@ def _restore(step: Job, entry: Statement, where: Path, take: Callable[[str, Path
             with atomic_path(folder / name) as temporary:
                 take(outputs[name], temporary)
             remember(folder / name, outputs[name])
-    # Where no other artefact shares the folder, files of an earlier one are deleted.
-    if "{" not in Path(STAGES[step.stage].output).name:
+    # Where no other artefact shares the folder (its manifest has a fixed name), files of an earlier one are deleted.
+    if "{" not in Path(STAGES[job.stage].output).name:
         clear_unnamed(output, lambda path: path.suffix in _SUFFIXES)
 
 
@@ -254,10 +246,10 @@ def _is_whole(manifest: Path, outputs: Mapping[str, str]) -> bool:
     )
 
 
-def _check_unchanged(step: Job, key: BuildKey) -> None:
+def _check_unchanged(job: Job, key: BuildKey) -> None:
     """Raise InputError when inputs or code changed since the key was computed: the artefact may be of the new ones."""
-    inputs = {path: (content(path), key.inputs[name]) for name, path in step.inputs.items()}
-    code = code_digests(STAGES[step.stage].module, step.backend)
+    inputs = {path: (content(path), key.inputs[name]) for name, path in job.inputs.items()}
+    code = code_digests(STAGES[job.stage].module, job.backend)
     parts = {Path(part): (digest, key.code.get(part)) for part, digest in code.items()}
     for path, (now, before) in {**inputs, **parts}.items():
         if now != before:

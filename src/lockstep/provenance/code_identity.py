@@ -26,16 +26,15 @@ from lockstep.plugins import backend_packages, entry_points
 
 SOURCES = Path(__file__).resolve().parents[2]  # the folder of our packages
 PACKAGES = ("lockstep", "lockstep_gpu", "lockstep_serve")
-# Packages whose import name is not their own name.
-_DISTRIBUTIONS = {"yaml": "pyyaml", "google": "protobuf", "grpc": "grpcio"}
+_DISTRIBUTIONS = {"yaml": "pyyaml", "google": "protobuf", "grpc": "grpcio"}  # {import name: another name to install}
 # Packages that these load when used, without an import in our code.
 _LOADS = {"torch": ("onnxscript", "onnx-ir", "onnx"), "transformers": ("tokenizers", "safetensors")}
-_DATA = (".cu", ".cuh", ".html")  # that modules read, of their folder and of folders below it that hold no module
-_TYPES = re.compile(r"^if TYPE_CHECKING:\n(?:(?:[ \t].*)?\n)+", re.MULTILINE)
+_DATA = (".cu", ".cuh", ".html")  # files that modules read, from their folder or one below it that holds no module
+_TYPE_CHECKING_BLOCK = re.compile(r"^if TYPE_CHECKING:\n(?:(?:[ \t].*)?\n)+", re.MULTILINE)
 _IMPORT = re.compile(
     r"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t]+(?:\(([^)]*)\)|([^\n]*))|import[ \t]+([^\n]*))", re.MULTILINE
 )
-_NAMED = re.compile(r"""["'](lockstep(?:_gpu|_serve)?\.[\w.*]+)(?::\w+)?["']""")
+_QUOTED_MODULE = re.compile(r"""["'](lockstep(?:_gpu|_serve)?\.[\w.*]+)(?::\w+)?["']""")
 _PLUGIN = re.compile(r"""\bload_plugin\("(\w+)", "(\w+)"\)""")
 _PINS = REPOSITORY / "envs" / "requirements.txt"
 
@@ -68,7 +67,7 @@ def code_digests(entry: str, backend: str | None = None) -> dict[str, str]:
 
 @functools.cache
 def _digest(path: Path, mtime_ns: int, size: int) -> str:
-    """Return the sha256 of a file. Its time and size are there for the function's cache: a new one is read again."""
+    """Return the sha256 of a file. Time and size are keys of the function's cache: an edited file is read again."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -126,29 +125,31 @@ def imports(path: Path, with_types: bool = False) -> frozenset[str]:
     """
     text = path.read_text(encoding="utf-8")
     if not with_types:
-        text = _TYPES.sub("", text)
+        text = _TYPE_CHECKING_BLOCK.sub("", text)
     names: set[str] = set()
     for module, block, line, plain in _IMPORT.findall(text):
-        imported = list(_names(block or line or plain))
+        imported = list(_imported_names(block or line or plain))
         if module:
+            # `b` of `from a import b` may be a module or not: `file_of` finds no file for other names.
             imported = [module, *(f"{module}.{name}" for name in imported)]
         names.update(imported)
-    for named in _NAMED.findall(text):
-        names.update(_expanded(named))
+    for quoted in _QUOTED_MODULE.findall(text):
+        names.update(_expand_backends(quoted))
     for group, name in _PLUGIN.findall(text):
         if name in entry_points(group):
             names.add(entry_points(group)[name].module)
     return frozenset(names)
 
 
-def _names(text: str) -> Iterator[str]:
+def _imported_names(text: str) -> Iterator[str]:
+    """Yield the names of "a, b as c", without comments between them."""
     for part in re.sub(r"#[^\n]*", "", text).split(","):
         words = part.split()
         if words and re.fullmatch(r"[\w.]+", words[0]):
             yield words[0]
 
 
-def _expanded(text: str) -> list[str]:
+def _expand_backends(text: str) -> list[str]:
     """Return the modules that a text names: `lockstep.backends.*.c` is module c of each backend's package."""
     before, star, after = text.partition("*")
     if not star:
@@ -179,6 +180,7 @@ def reach(entry: str, backend: str | None = None) -> frozenset[Path]:
             continue
         reached.add(path)
         names: Iterable[str] = imports(path)
+        # Shared code names the modules of all backends; a backend may itself build on another one.
         if backend and _backend_of(name) is None:
             names = [other for other in names if _backend_of(other) in (None, backend)]
         waiting.extend(names)

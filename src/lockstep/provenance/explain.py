@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Explained:
-    """A step, and why a run would rebuild its artefact; without reasons it would not. unknown: it has no statement."""
+    """A job, and why a run would rebuild its artefact. unknown: whether it has changed, for it has no statement."""
 
-    step: Job
+    job: Job
     reasons: tuple[str, ...]
     unknown: bool = False
 
@@ -38,54 +38,57 @@ class Explained:
         return bool(self.reasons)
 
     def __str__(self) -> str:
-        return "\n".join([f"{self.step}:", *(f"  {reason}" for reason in self.reasons)])
+        return "\n".join([f"{self.job}:", *(f"  {reason}" for reason in self.reasons)])
 
 
 def explain(config: Config, results: Results, target: Target, sources: Sources = Sources()) -> list[Explained]:
-    """Return all steps of `target` with their reasons, in order. sources: the places of its model's files."""
-    steps: list[Explained] = []
-    again: dict[Path, str] = {}
-    for step in jobs(config, results.root, [target]):
-        steps.append(explain_job(step, again, sources))
-        if steps[-1].rebuilt:
-            again[step.output] = step.stage
-    return steps
+    """Return all jobs of `target` with their reasons, in order. sources: the places of its model's files."""
+    explanations: list[Explained] = []
+    rebuilt: dict[Path, str] = {}
+    for job in jobs(config, results.root, [target]):
+        explanations.append(explain_job(job, rebuilt, sources))
+        if explanations[-1].rebuilt:
+            rebuilt[job.output] = job.stage
+    return explanations
 
 
-def explain_job(step: Job, again: Mapping[Path, str], sources: Sources) -> Explained:
-    if not step.output.is_file():
-        return Explained(step, (f"{step.output} is not there",))
-    reasons = [f"{path} is gone or cut short" for path in lost_files(step.output)]
-    if failed_path(step.output).is_file():
+def explain_job(job: Job, rebuilt: Mapping[Path, str], sources: Sources) -> Explained:
+    """Explain a job. rebuilt: {output: stage} of the jobs before it that would run."""
+    if not job.output.is_file():
+        return Explained(job, (f"{job.output} is not there",))
+    reasons = [f"{path} is gone or cut short" for path in lost_files(job.output)]
+    if failed_path(job.output).is_file():
         reasons.append("the check has failed since")
-    reasons += [f"reads {path.name}, which {again[path]} makes again" for path in step.inputs.values() if path in again]
+    for path in job.inputs.values():
+        if path in rebuilt:
+            reasons.append(f"reads {path.name}, which {rebuilt[path]} makes again")
     try:
-        reasons += changed_files(step, sources)
-        statement = read_statement(step.output)
+        reasons += changed_files(job, sources)
+        statement = read_statement(job.output)
     except LockstepError as error:
-        return Explained(step, (*reasons, str(error)))
+        return Explained(job, (*reasons, str(error)))
     if statement is None:
-        problem = "is of another file" if statement_path(step.output).is_file() else "is not there"
-        reasons = reasons or [f"the statement of how {step.output.name} was made {problem}"]
-        return Explained(step, tuple(reasons), unknown=True)
-    return Explained(step, tuple(reasons + cause(statement.key, _key_now(step, statement.key, again))))
+        problem = "is of another file" if statement_path(job.output).is_file() else "is not there"
+        reasons = reasons or [f"the statement of how {job.output.name} was made {problem}"]
+        return Explained(job, tuple(reasons), unknown=True)
+    return Explained(job, tuple(reasons + cause(statement.key, _key_now(job, statement.key, rebuilt))))
 
 
-def _key_now(step: Job, recorded: BuildKey, again: Mapping[Path, str]) -> BuildKey:
+def _key_now(job: Job, recorded: BuildKey, rebuilt: Mapping[Path, str]) -> BuildKey:
     """Return the build key of a run now.
 
-    Inputs that would be rebuilt first stay as recorded. So do packages and the backend where the library or its device
-    is missing on this machine.
+    Inputs that would be rebuilt first stay as recorded: nobody knows yet what they will be. So do packages and the
+    backend where the library or its device is missing on this machine.
     """
-    inputs = {name: content(path) for name, path in step.inputs.items() if path not in again and path.is_file()}
-    recorded_inputs = {name: value for name, value in recorded.inputs.items() if step.inputs.get(name) in again}
-    module = STAGES[step.stage].module
-    code = code_identity.code_digests(module, step.backend)
-    key = replace(recorded, inputs={**recorded_inputs, **inputs}, options=dict(step.options), code=code)
+    inputs = {name: content(path) for name, path in job.inputs.items() if path not in rebuilt and path.is_file()}
+    recorded_inputs = {name: value for name, value in recorded.inputs.items() if job.inputs.get(name) in rebuilt}
+    module = STAGES[job.stage].module
+    code = code_identity.code_digests(module, job.backend)
+    key = replace(recorded, inputs={**recorded_inputs, **inputs}, options=dict(job.options), code=code)
     with contextlib.suppress(LockstepError):
-        key = replace(key, environment=code_identity.pinned_packages(module, step.backend))
+        key = replace(key, environment=code_identity.pinned_packages(module, job.backend))
         if key.backend is not None:
-            key = replace(key, backend=backend_identity(step))
+            key = replace(key, backend=backend_identity(job))
     return key
 
 

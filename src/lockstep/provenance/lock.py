@@ -20,7 +20,7 @@ from lockstep.artifacts.files import dump_json, read_json, sha256_json, write_by
 from lockstep.artifacts.statement import SUFFIX, BuildKey, Statement, statement_path
 from lockstep.errors import CheckError, InputError, LockstepError
 from lockstep.manifests.manifest_files import manifest_entries
-from lockstep.provenance.statements import read_statement, statements
+from lockstep.provenance.statements import read_statement, statement_paths
 from lockstep.stages import STAGES, jobs
 from lockstep.targets import Results
 
@@ -29,16 +29,17 @@ if TYPE_CHECKING:
 
 MADE = "made with"
 LOCKED = "locked"
-TERMS = "checks"
+# First parts of places: parameters of checks, the checkpoint, engines. Others are names of stages.
+PARAMETERS = "checks"
 CHECKPOINT = "checkpoint"
 ENGINES = "engines"
-_ELSEWHERE = ("source",)  # the origin of a model, which is not compared: it may be another folder
+_ORIGIN = "source"  # of the checkpoint; not compared, for the same files may lie in another folder
 Place = str  # such as engines/fp16/onnxruntime/x86_64
 Items = Mapping[str, Any]
 _COMMITTED = "take the lock as it was committed, or delete it; `lockstep lock` writes a new one"
 _STAGE = Bound("a stage", lambda name: name.partition("/")[0] in STAGES)
-_DEVICE = ("name", "device", "portable")  # of a backend: they are in the place of engines
-ABSENT = object()
+_DEVICE = ("name", "device", "portable")  # keys of a backend that the place of its engines has already
+ABSENT = object()  # a side of a difference that has no value, for None is a value
 _DIGEST = re.compile("[0-9a-f]{64}")
 
 
@@ -66,10 +67,9 @@ class Lock(JsonObject):
     """The lock of a model.
 
     made_with: {stage/backend: code and packages}, which decides nothing, and names the cause where an artefact differs.
-    entries: {place: {name: locked value}}: of the checkpoint its source,
-    its commit where there is one, and the sha256 of its files; of weights, graphs and engines {file: sha256}; of
-    references and golden checks {prompt: token ids}; of checks their parameters. published: {target: bundle in a
-    registry}.
+    entries: {place: {name: locked value}}: of the checkpoint its source, its commit where there is one, and the sha256
+    of its files; of weights, graphs and engines {file: sha256}; of references and golden checks {prompt: token ids}; of
+    checks their parameters. published: {target: bundle in a registry}.
     """
 
     model: str
@@ -106,18 +106,14 @@ class Lock(JsonObject):
 
     def devices(self, precision: str, backend: str) -> dict[str, Items]:
         kind = f"{ENGINES}/{precision}/{backend}"
-        return {split(where)[-1]: items for where, items in self.entries.items() if kind_of(where) == kind}
+        return {where.split("/")[-1]: items for where, items in self.entries.items() if kind_of(where) == kind}
 
     def compare(self, where: Place, items: Items) -> Comparison:
         """Compare an artefact with the entry of its place. Every comparison with a lock is this one."""
         locked = self.entries.get(where)
         if locked is None:
             return Comparison(False)
-        return Comparison(True, tuple(changes(without_places(locked), without_places(items))))
-
-
-def split(where: Place) -> list[str]:
-    return where.split("/")
+        return Comparison(True, tuple(changes(without_origin(locked), without_origin(items))))
 
 
 def kind_of(where: Place) -> str:
@@ -130,12 +126,12 @@ def is_absent(where: Place, not_run: Iterable[str]) -> bool:
 
     not_run: backends, whose engines are still built, and `<precision>/<backend>`, whose engines are not.
     """
-    kind, *parts = split(where)
-    return any({*parts} >= {*split(name)} and (kind != ENGINES or "/" in name) for name in not_run)
+    kind, *parts = where.split("/")
+    return any({*parts} >= {*name.split("/")} and (kind != ENGINES or "/" in name) for name in not_run)
 
 
-def without_places(items: Items) -> dict[str, Any]:
-    return {name: value for name, value in items.items() if name not in _ELSEWHERE}
+def without_origin(items: Items) -> dict[str, Any]:
+    return {name: value for name, value in items.items() if name != _ORIGIN}
 
 
 def lock_path(folder: Path, model: str) -> Path:
@@ -172,14 +168,14 @@ def collect(results: Path, model: str) -> Lock:
         raise InputError(
             f"{results / model}: expected a model of {tree.config()}, found no engines of one; run its config first"
         )
-    pinned = list(lock_entries(results, model))
-    pinned_stages = {entry.stage for entry in pinned}
-    for stage in dict.fromkeys(job.stage for job in jobs(config, results, built)):
-        if STAGES[stage].is_locked and stage not in pinned_stages:
+    entries = list(lock_entries(results, model))
+    finished_stages = {entry.stage for entry in entries}
+    for job in jobs(config, results, built):
+        if STAGES[job.stage].is_locked and job.stage not in finished_stages:
             raise InputError(
-                f"{results / model}: expected a finished model, found nothing of {stage}; run `lockstep run` first"
+                f"{results / model}: expected a finished model, found nothing of {job.stage}; run `lockstep run` first"
             )
-    return lock_of(model, pinned)
+    return lock_of(model, entries)
 
 
 def config_of(results: Path) -> Config:
@@ -189,10 +185,10 @@ def config_of(results: Path) -> Config:
     return load(read_json(path), where=str(path))
 
 
-def lock_of(model: str, pinned: Iterable[LockEntry]) -> Lock:
-    pinned = list(pinned)
-    causes = {made_by(entry.key): made_with(entry.key) for entry in pinned}
-    return Lock(model, causes, {entry.where: entry.items for entry in pinned})
+def lock_of(model: str, entries: Iterable[LockEntry]) -> Lock:
+    entries = list(entries)
+    causes = {made_by(entry.key): made_with(entry.key) for entry in entries}
+    return Lock(model, causes, {entry.where: entry.items for entry in entries})
 
 
 def made_by(key: BuildKey) -> str:
@@ -204,23 +200,24 @@ def made_by(key: BuildKey) -> str:
 
 def made_with(key: BuildKey) -> Items:
     """Return the code, packages, options and library of a stage, as in a lock. A check's options have an entry."""
-    made = {"code": sha256_json(key.code), "packages": key.environment}
+    causes = {"code": sha256_json(key.code), "packages": key.environment}
     if not STAGES[key.stage].is_check:
-        made["options"] = key.options
+        causes["options"] = key.options
     if backend := {name: value for name, value in (key.backend or {}).items() if name not in _DEVICE}:
-        made["backend"] = backend
-    return json.loads(dump_json(made))
+        causes["backend"] = backend
+    return json.loads(dump_json(causes))  # with the types that a lock from a file has
 
 
-def terms_place(stage: str, names: Mapping[str, Any]) -> Place:
+def parameters_place(stage: str, names: Mapping[str, Any]) -> Place:
     """Return the place of a check's parameters in the lock of its model.
 
     names: precision, layers and backend, those that the stage has.
     """
-    return "/".join([TERMS, stage, *(str(names[key]) for key in ("precision", "layers", "backend") if key in names)])
+    values = [str(names[key]) for key in ("precision", "layers", "backend") if key in names]
+    return "/".join([PARAMETERS, stage, *values])
 
 
-def terms(options: Mapping[str, Any]) -> dict[str, Any]:
+def locked_parameters(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return a check's options as in a lock: tolerances, prompts, lengths, limits, expected texts."""
     return _numbered(json.loads(dump_json(options)))
 
@@ -235,14 +232,14 @@ def _numbered(value: Any) -> Any:
 
 
 def lock_entries(results: Path, model: str) -> Iterator[LockEntry]:
-    for path in statements(results / model):
+    for path in statement_paths(results / model):
         yield from entries_of(path)
 
 
 def readable_entries(folder: Path) -> dict[Place, LockEntry]:
     """Return {place: entry} below a model's folder, in order, without those that are damaged or being made."""
     entries: dict[Place, LockEntry] = {}
-    for path in statements(folder):
+    for path in statement_paths(folder):
         with contextlib.suppress(LockstepError, OSError):
             entries |= {entry.where: entry for entry in entries_of(path)}
     return dict(sorted(entries.items()))
@@ -267,14 +264,14 @@ def entries_of(path: Path) -> list[LockEntry]:
         raise CheckError(
             f"{manifest}: expected the file that {path.name} is of, found {actual}; delete it and run again"
         )
-    pinned = []
+    entries = []
     if stage.is_pinned:
         with manifest_entries(manifest):
             where, items = stage.pin(manifest, key)
-        pinned.append(LockEntry("/".join(where), key, items))
+        entries.append(LockEntry("/".join(where), key, items))
     if stage.is_check:
-        pinned.append(LockEntry(terms_place(key.stage, key.names), key, terms(key.options)))
-    return pinned
+        entries.append(LockEntry(parameters_place(key.stage, key.names), key, locked_parameters(key.options)))
+    return entries
 
 
 def entries_at(output: Path) -> list[LockEntry]:
@@ -305,7 +302,7 @@ def change(before: Any, after: Any) -> str:
 
 
 def words(value: Any) -> str:
-    """Return a value as part of a line. Of a digest the first 12 digits, of a mapping the number of its entries."""
+    """Return a value as part of a line: the first 12 digits of a digest, the number of entries of a mapping."""
     if value is None:
         return "none"
     if isinstance(value, Mapping):

@@ -14,7 +14,7 @@ from lockstep.artifacts import formats
 from lockstep.provenance.lock import (
     ABSENT,
     ENGINES,
-    TERMS,
+    PARAMETERS,
     Lock,
     Place,
     change,
@@ -23,13 +23,12 @@ from lockstep.provenance.lock import (
     differences,
     is_absent,
     kind_of,
-    split,
-    without_places,
+    without_origin,
 )
 from lockstep.stages import STAGES
 
 _EARLIER = "lockstep.lock/4"  # of Lockstep 0.2: the same, with a place for each CPU that engines were built on
-_BOUNDS = "tolerance"  # its numbers are largest allowed errors; all other numbers are amounts that are checked
+_BOUNDS = "tolerance"  # numbers below this key are largest allowed errors; all others are amounts that are checked
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ def updated_lock(results: Path, model: str, out: Path) -> LockUpdate:
             looser.append(f"dropped {where}")
             changes.append(looser[-1])
         else:
-            for at, old_value, new_value in differences(without_places(old), without_places(new)):
+            for at, old_value, new_value in differences(without_origin(old), without_origin(new)):
                 line = f"changed {where}: {'.'.join(at)} {change(old_value, new_value)}"
                 if _is_of_check(where) and is_looser(at, old_value, new_value):
                     line += ", which is looser"
@@ -104,8 +103,8 @@ def _is_number(value: Any) -> bool:
 
 def _is_of_check(where: Place) -> bool:
     """Return whether a place has parameters of a check, or the expected tokens of engines."""
-    kind = split(where)[0]
-    return kind == TERMS or (kind in STAGES and STAGES[kind].is_check)
+    kind = where.partition("/")[0]
+    return kind == PARAMETERS or (kind in STAGES and STAGES[kind].is_check)
 
 
 def keep_not_run(before: Lock, lock: Lock, not_run: Collection[str]) -> Lock:
@@ -114,24 +113,24 @@ def keep_not_run(before: Lock, lock: Lock, not_run: Collection[str]) -> Lock:
     These are engines of other devices, and, where engines are not run here (`Config.not_run`), their golden tokens and
     parameters of checks, what made them, and the engines where they are not built either.
     """
-    built = {kind_of(where) for where in lock.entries if split(where)[0] == ENGINES}
+    built = {kind_of(where) for where in lock.entries if where.startswith(f"{ENGINES}/")}
     precisions = _same_graphs(before, lock)
-    old_entries = {
-        where: items
-        for where, items in before.entries.items()
-        if precisions.intersection(split(where))
-        and (kind_of(where) in built or is_absent(where, not_run))
-        and where.partition(" ")[0] not in lock.entries  # a CPU's in an earlier lock: `x86_64 0123456789ab`
-    }
-    ends = tuple(f"/{name.rpartition('/')[2]}" for name in not_run)
-    made_with = {name: value for name, value in before.made_with.items() if name.endswith(ends)}
-    return replace(lock, entries={**old_entries, **lock.entries}, made_with={**made_with, **lock.made_with})
+    kept = {}
+    for where, items in before.entries.items():
+        is_kept = kind_of(where) in built or is_absent(where, not_run)
+        # An earlier lock's place of a CPU, `.../x86_64 0123456789ab`, goes where the new lock has `.../x86_64`.
+        if is_kept and precisions.intersection(where.split("/")) and where.partition(" ")[0] not in lock.entries:
+            kept[where] = items
+    backends = tuple(f"/{name.rpartition('/')[2]}" for name in not_run)
+    made_with = {name: value for name, value in before.made_with.items() if name.endswith(backends)}
+    return replace(lock, entries={**kept, **lock.entries}, made_with={**made_with, **lock.made_with})
 
 
 def _same_graphs(before: Lock, lock: Lock) -> set[str]:
     """Return the precisions whose graphs are the same in both."""
-    return {
-        split(where)[1]
-        for where, items in before.entries.items()
-        if split(where)[0] == "graphs" and items == lock.entries.get(where)
-    }
+    precisions = set()
+    for where, items in before.entries.items():
+        kind, _, precision = where.partition("/")
+        if kind == "graphs" and items == lock.entries.get(where):
+            precisions.add(precision)
+    return precisions

@@ -2,9 +2,9 @@
 
 The first difference is named with its cause, and no later artefact is made from it.
 
-Differences that are known before the work stop it (`check_project`, `check_step`): the parameters of checks, the
+Differences that are known before the work stop it (`check_project`, `check_job`): the parameters of checks, the
 checkpoint's files, the device of a backend, and every input file. A stage's artefact is compared as soon as it is made
-(`reject`). Other code and other packages are no difference while the artefacts are the same.
+(`discard_different`). Other code and other packages are no difference while the artefacts are the same.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from lockstep.errors import CheckError, InputError
 from lockstep.manifests.digest_cache import check_files, digest, size_of
 from lockstep.manifests.manifest_files import named_files
 from lockstep.provenance.lock import (
-    TERMS,
+    PARAMETERS,
     Lock,
     LockEntry,
     changes,
     entries_at,
     lock_path,
+    locked_parameters,
     made_by,
     made_with,
-    terms,
-    terms_place,
-    without_places,
+    parameters_place,
+    without_origin,
+    words,
 )
 from lockstep.stages import STAGES, Job
 from lockstep.stages.build import engines_place
@@ -42,10 +43,10 @@ if TYPE_CHECKING:
 def is_locked(config: Mapping[str, Any]) -> bool:
     """Return `locked` of Snakemake's config, a text on its command line. Raises InputError for other values."""
     value = config.get("locked", False)
-    is_locked = {"true": True, "false": False}.get(str(value).lower())
-    if is_locked is None:
+    text = str(value).lower()
+    if text not in ("true", "false"):
         raise InputError(f"locked: expected true or false, found {value!r}; correct it")
-    return is_locked
+    return text == "true"
 
 
 def find_lock(model: str, folders: Sequence[Path]) -> Path:
@@ -56,113 +57,109 @@ def find_lock(model: str, folders: Sequence[Path]) -> Path:
             return path
     places = " or ".join(dict.fromkeys(str(folder / "locks") for folder in folders))
     raise InputError(
-        f"locked: expected {model}.lock.json in {places}, found none; write it with `lockstep "
-        f"lock`, or run without locked"
+        f"locked: expected {model}.lock.json in {places}, found none; write it with `lockstep lock`, or run without "
+        "locked"
     )
 
 
-def check_project(lock_file: Path, steps: Sequence[Job], checkpoint: Sequence[Path] | None) -> None:
+def check_project(lock_file: Path, jobs: Sequence[Job], checkpoint: Sequence[Path] | None) -> None:
     """Check before a run that no artefact differs, or will differ, from the lock.
 
-    steps: of the targets of the lock's model. checkpoint: the model's files in a local folder, None where a job fetches
+    jobs: of the targets of the lock's model. checkpoint: the model's files in a local folder, None where a job fetches
     or makes them. Raises CheckError for the first difference.
     """
     lock = Lock.load(lock_file)
     if checkpoint is not None:
         digests = {path.name: digest(path) for path in checkpoint}
-        expected = {name: value for name, value in without_places(lock.checkpoint).items() if name != "commit"}
+        expected = {name: value for name, value in without_origin(lock.checkpoint).items() if name != "commit"}
         for (name, *_), change in changes(expected, digests):
             refuse(f"resolve: {name} differs: {change}", lock_file)
-    for step in steps:
-        if other := _other_terms(lock, step):
-            refuse(other, lock_file)
-        if STAGES[step.stage].builds_engines and not lock.devices(step.names["precision"], step.names["backend"]):
-            refuse(f"{step}: its engines are not in the lock", lock_file)
-        if not (step.output.is_file() and statement_path(step.output).is_file()):
+    for job in jobs:
+        if line := _parameter_difference(lock, job):
+            refuse(line, lock_file)
+        if STAGES[job.stage].builds_engines and not lock.devices(job.names["precision"], job.names["backend"]):
+            refuse(f"{job}: its engines are not in the lock", lock_file)
+        if not (job.output.is_file() and statement_path(job.output).is_file()):
             continue
-        entries = entries_at(step.output)
+        entries = entries_at(job.output)
         for entry in entries:
             if entry.where not in lock.entries:  # to make it again would not help
-                refuse(f"{step}: {entry.where} is not in the lock", lock_file)
-        if other := _other_result(step, lock, entries):
-            # Without the lock a fetch stays at its commit.
-            advice = f"make it again without locked: lockstep run -- --forcerun {step.stage} -- {step.output}"
-            if _is_source(step):
-                advice = f"delete {step.output.parent} and run again"
-            raise CheckError(f"{other}, which is not what {lock_file} says; {advice}")
+                refuse(f"{job}: {entry.where} is not in the lock", lock_file)
+        if line := _result_difference(job, lock, entries):
+            advice = f"make it again without locked: lockstep run -- --forcerun {job.stage} -- {job.output}"
+            if _is_source(job):  # without the lock a fetch would stay at the commit of its output
+                advice = f"delete {job.output.parent} and run again"
+            raise CheckError(f"{line}, which is not what {lock_file} says; {advice}")
 
 
 def not_in_config(lock_file: Path, targets: Collection[Target]) -> list[str]:
     """Return `<precision>/<layers>/<backend>` of golden tokens in a lock that are of no target."""
     names = {f"{target.precision}/{target.layers}/{target.backend}" for target in targets}
-    start = f"{TERMS}/golden/"
+    start = f"{PARAMETERS}/golden/"
     locked = [where.removeprefix(start) for where in Lock.load(lock_file).entries if where.startswith(start)]
     return sorted(set(locked) - names)
 
 
-def _other_result(step: Job, lock: Lock, entries: Sequence[LockEntry]) -> str | None:
-    """Return the first difference between a job's artefact and the lock, or its own manifest: every file is hashed."""
-    if _is_source(step) and (line := other_commit(lock, Fetched.load(step.output).commit)):
+def _result_difference(job: Job, lock: Lock, entries: Sequence[LockEntry]) -> str | None:
+    """Return the first difference of a job's artefact from the lock, or of its files from its manifest."""
+    if _is_source(job) and (line := _commit_difference(lock, Fetched.load(job.output).commit)):
         return line
     if line := _first_difference(entries, lock):
         return line
-    for file in named_files(step.output):
+    for file in named_files(job.output):
         if size_of(file.path) is None or digest(file.path) != file.sha256:
             return f"{file.path} has changed"
     return None
 
 
-def _is_source(step: Job) -> bool:
-    return STAGES[step.stage].output == Results.source.pattern
+def _is_source(job: Job) -> bool:
+    return STAGES[job.stage].output == Results.source.pattern
 
 
-def fetch_terms(config: Config, model: str, lock_file: Path | None) -> dict[str, Any]:
-    """Return the parameters of `hub.fetch` that make it follow a lock.
+def fetch_parameters(config: Config, model: str, lock_file: Path | None) -> dict[str, Any]:
+    """Return the parameters of `hub.fetch` that make it follow the config, and a lock.
 
-    check: called with a folder of small files and its commit, before weights are downloaded: does the model fit the
-    config, and is its commit the locked one? commit: the locked one, where the lock is of this source: its branch may
-    have moved.
+    check: called with the folder of the small files and their commit, before weights are downloaded. commit: the locked
+    one, where the lock is of this source: its branch may have moved since.
     """
-    lock = None
-    if lock_file:
-        lock = Lock.load(lock_file)
+    if lock_file is None:
+        return {"check": lambda folder, commit: config.check_model(model, folder), "commit": None}
+    lock = Lock.load(lock_file)
 
     def check(folder: Path, commit: str) -> None:
         config.check_model(model, folder)
-        if lock and lock_file and (line := other_commit(lock, commit)):
+        if line := _commit_difference(lock, commit):
             refuse(line, lock_file)
 
-    commit = None
-    if lock and lock.checkpoint["source"] == config.models[model].source:
-        commit = lock.commit
-    return {"check": check, "commit": commit}
+    is_same_source = lock.checkpoint["source"] == config.models[model].source
+    return {"check": check, "commit": lock.commit if is_same_source else None}
 
 
-def check_step(step: Job, key: BuildKey, lock_file: Path) -> None:
+def check_job(job: Job, key: BuildKey, lock_file: Path) -> None:
     """Check before a stage that its inputs, parameters and device are as locked.
 
     Raises CheckError for an input that is not locked, other parameters or another device; InputError when a file of a
     manifest has changed.
     """
     lock = Lock.load(lock_file)
-    for path in step.inputs.values():
+    for path in job.inputs.values():
         if statement_path(path).is_file():
             for entry in entries_at(path):
                 if line := difference(lock, entry):
                     refuse(line, lock_file)
             check_files(named_files(path), "make it again")
-    if line := _other_terms(lock, step):
+    if line := _parameter_difference(lock, job):
         refuse(line, lock_file)
-    if STAGES[step.stage].builds_engines and key.backend:
-        *_, device = engines_place(step.names, key.backend)
-        devices = lock.devices(step.names["precision"], step.names["backend"])
+    if STAGES[job.stage].builds_engines and key.backend:
+        *_, device = engines_place(job.names, key.backend)
+        devices = lock.devices(job.names["precision"], job.names["backend"])
         if device not in devices:
             locked = " or ".join(sorted(devices)) or "none"
-            refuse(f"{step.stage}: expected the device {locked}, found {device}, which is not in the lock", lock_file)
+            refuse(f"{job.stage}: expected the device {locked}, found {device}, which is not in the lock", lock_file)
 
 
-def reject(output: Path, lock_file: Path) -> str | None:
-    """Return the first difference of an artefact from the lock, and delete its manifest then; None when it is equal."""
+def discard_different(output: Path, lock_file: Path) -> str | None:
+    """Delete the manifest of an artefact that differs from the lock, and return the difference; None if it is equal."""
     line = _first_difference(entries_at(output), Lock.load(lock_file))
     if line is not None:
         for path in (output, statement_path(output)):
@@ -171,19 +168,19 @@ def reject(output: Path, lock_file: Path) -> str | None:
 
 
 def _first_difference(entries: Sequence[LockEntry], lock: Lock) -> str | None:
-    return next((line for entry in entries if (line := difference(lock, entry))), None)
+    return next(filter(None, (difference(lock, entry) for entry in entries)), None)
 
 
-def _other_terms(lock: Lock, step: Job) -> str | None:
+def _parameter_difference(lock: Lock, job: Job) -> str | None:
     """Return the first parameter of a check that differs between config and lock; None where they agree."""
-    if not STAGES[step.stage].is_check:
+    if not STAGES[job.stage].is_check:
         return None
-    locked = lock.entries.get(terms_place(step.stage, step.names))
+    locked = lock.entries.get(parameters_place(job.stage, job.names))
     if locked is None:
-        return f"{step}: the terms of this check are not in the lock"
-    return next(
-        (f"{step}: {'.'.join(where)} differs: {change}" for where, change in changes(locked, terms(step.options))), None
-    )
+        return f"{job}: the parameters of this check are not in the lock"
+    for where, change in changes(locked, locked_parameters(job.options)):
+        return f"{job}: {'.'.join(where)} differs: {change}"
+    return None
 
 
 def difference(lock: Lock, entry: LockEntry) -> str | None:
@@ -193,23 +190,23 @@ def difference(lock: Lock, entry: LockEntry) -> str | None:
         return f"{entry.stage}: {entry.where} is not in the lock"
     if not comparison.changes:
         return None
+    # A graph says more than the assembly that holds its digest.
     graph = next((change for change in comparison.changes if change[0][-1].endswith(".onnx")), None)
     where, change = graph or comparison.changes[0]
-    opening = f"{entry.stage}: {'.'.join(where)} differs: {change}"
-    if entry.where.startswith(f"{TERMS}/"):  # no code and no package changes these
-        return opening
-    causes = _causes(lock, entry)
-    return f"{opening}{causes and f', made with {causes}'}"
-
-
-def other_commit(lock: Lock, commit: str | None) -> str | None:
-    return next((f"fetch: commit differs: {change}" for _, change in changes(lock.commit, commit)), None)
-
-
-def _causes(lock: Lock, entry: LockEntry) -> str:
+    line = f"{entry.stage}: {'.'.join(where)} differs: {change}"
     now = made_with(entry.key)
     locked = lock.made_with.get(made_by(entry.key), now)
-    return ", ".join(f"{' '.join(where).removeprefix('packages ')} {change}" for where, change in changes(locked, now))
+    causes = [f"{' '.join(where).removeprefix('packages ')} {change}" for where, change in changes(locked, now)]
+    # No code and no package changes the parameters of a check.
+    if causes and not entry.where.startswith(f"{PARAMETERS}/"):
+        line += f", made with {', '.join(causes)}"
+    return line
+
+
+def _commit_difference(lock: Lock, commit: str | None) -> str | None:
+    if commit == lock.commit:
+        return None
+    return f"fetch: commit differs: {words(lock.commit)} -> {words(commit)}"
 
 
 def refuse(line: str, lock_file: Path) -> None:

@@ -3,9 +3,9 @@
 A config, a checkpoint and a lock in; for each artefact the first difference out. A finished target is compared with its
 own results.
 
-A round is a run of the workflow in an empty results tree, from the checkpoint's own files. It
-reuses the reference of a finished target, which transformers computed, and the tactics that its engines were built
-with. No cache of artefacts is used.
+A round is a run of the workflow in an empty results tree, from the checkpoint's own files. It reuses the reference of a
+finished target, which transformers computed, and the tactics that its engines were built with. No cache of artefacts is
+used.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from lockstep.errors import PREFIX, CheckError, note
 from lockstep.manifests.digest_cache import check_files, check_stored
 from lockstep.manifests.manifest_files import failed_path, named_files
 from lockstep.provenance.cache import VARIABLE
-from lockstep.provenance.lock import TERMS, Lock, lock_entries, lock_of, readable_entries
+from lockstep.provenance.lock import PARAMETERS, Lock, lock_entries, lock_of, readable_entries
 from lockstep.provenance.locked import difference
-from lockstep.provenance.varied import AS_HERE, Surroundings, surroundings
+from lockstep.provenance.varied import UNVARIED, Surroundings, varied_surroundings
 from lockstep.stages import STAGES, jobs
 from lockstep.targets import Results, Target, is_quantized
 
@@ -65,8 +65,8 @@ def reproduce(
     same_rounds = 0
     for number in range(1, rounds + 1):
         note(f"round {number} of {rounds}")
-        around = surroundings(number) if vary else AS_HERE
-        rebuilt = rebuild(config, checkpoint, target, lock, results, around)
+        surroundings = varied_surroundings(number) if vary else UNVARIED
+        rebuilt = rebuild(config, checkpoint, target, lock, results, surroundings)
         for comparison in rebuilt:
             artefacts[comparison.where] = artefacts.get(comparison.where) or comparison.differs
         same_rounds += not any(comparison.differs for comparison in rebuilt)
@@ -87,8 +87,8 @@ def reproduce(
 class LockComparison:
     """An artefact compared with a lock.
 
-    where: its place there. differs: the first difference; None where it is the same. is_locked: whether the lock has
-    its place, which it has not for engines of another device. items: {name: rebuilt value}.
+    where: its place there. differs: the first difference, or None. is_locked: whether the lock has its place; a lock of
+    another device has none for these engines. items: {name: rebuilt value}.
     """
 
     where: str
@@ -102,45 +102,40 @@ def rebuild(
     checkpoint: Path,
     target: Target,
     lock: Lock,
-    like: Results | None = None,
-    around: Surroundings = AS_HERE,
+    finished: Results | None = None,
+    surroundings: Surroundings = UNVARIED,
 ) -> list[LockComparison]:
     """Build and check `target` once in an empty folder, and compare each artefact with a lock.
 
     The lock may be another machine's. Resolves, converts, exports, builds, and checks where its engines run; the
-    target's own results are not needed, and not touched. checkpoint: the folder of its checkpoint. like: results whose
-    reference and record of tactics are reused; without them the reference is made again too.
+    target's own results are not needed, and not touched. checkpoint: the folder of its checkpoint. finished: results
+    whose reference and record of tactics are reused; without them the reference is made again too.
 
     Raises CheckError where the target cannot be built.
     """
     is_run = load(config).is_run(target)
     with tempfile.TemporaryDirectory(prefix="lockstep-reproduce-") as empty:
-        folder = Path(empty, around.folder)
+        folder = Path(empty, surroundings.folder)
         folder.mkdir(parents=True, exist_ok=True)
         tree = Results(folder / "results")
         # The reference of quantised weights is made from them, so it is part of the round.
-        if like and is_run and not is_quantized(target.precision):
-            _take_reference(like, tree, target)
-        if like:
-            _take_tactics(like, tree, target)
-        failure = make_again(config, checkpoint, target, folder, is_run, around)
+        if finished and is_run and not is_quantized(target.precision):
+            _link_reference(finished, tree, target)
+        if finished:
+            _copy_tactics(finished, tree, target)
+        failure = run_workflow(config, checkpoint, target, folder, is_run, surroundings)
         compared = [
             LockComparison(entry.where, entry.where in lock.entries, difference(lock, entry), entry.items)
             for entry in lock_entries(tree.root, target.model)
-            if not entry.where.startswith(f"{TERMS}/")
+            if not entry.where.startswith(f"{PARAMETERS}/")
         ]
     if failure:
         compared.append(LockComparison("golden check", True, failure, {}))
     return compared
 
 
-def make_again(
-    config: Mapping[str, Any],
-    checkpoint: Path,
-    target: Target,
-    folder: Path,
-    is_run: bool,
-    around: Surroundings = AS_HERE,
+def run_workflow(
+    config: Mapping[str, Any], checkpoint: Path, target: Target, folder: Path, is_run: bool, surroundings: Surroundings
 ) -> str | None:
     """Run the workflow for the target in `folder`, with a reference that is in its results.
 
@@ -148,7 +143,7 @@ def make_again(
     None where it passed. Raises CheckError for another stage that fails.
     """
     tree = Results(folder / "results")
-    only = _config(config, checkpoint, target)
+    only = _config_of_target(config, checkpoint, target)
     write_json(folder / "config.json", only)
     files = [tree.weights(target.model, target.precision), tree.engines(target.model, target.precision, target.backend)]
     golden = tree.golden(target.model, target.precision, target.layers, target.backend)
@@ -157,16 +152,16 @@ def make_again(
     rules = list(STAGES)
     if tree.reference(target.model, target.layers).is_file():
         rules.remove("reference")  # without its rule Snakemake takes the file as it is
-    environment = around.environment(processes.environment())
-    environment.pop(VARIABLE, None)
+    environment = {**processes.environment(), **surroundings.variables}
+    environment.pop(VARIABLE, None)  # no cache
     environment["XDG_CACHE_HOME"] = str(folder / ".cache")  # of Snakemake, which stops without one
     process = processes.run(
         [
             *(sys.executable, "-m", "snakemake", "--snakefile", str(REPOSITORY / "Snakefile")),
-            *("--configfile", "config.json", "--cores", around.variables.get(THREADS_VARIABLE, "all")),
+            *("--configfile", "config.json", "--cores", surroundings.variables.get(THREADS_VARIABLE, "all")),
             *("--allowed-rules", *rules, "--", *(str(path.relative_to(folder)) for path in files)),
         ],
-        env=environment, cwd=folder, umask=around.umask, stdin=subprocess.DEVNULL, stdout=2,
+        env=environment, cwd=folder, umask=surroundings.umask, stdin=subprocess.DEVNULL, stdout=2,
     )  # fmt: skip
     if not process.returncode:
         return None
@@ -186,11 +181,12 @@ def _failed_stage(config: Config, tree: Results, target: Target) -> tuple[str, s
     return "the plan", "the line above"
 
 
-def _config(config: Mapping[str, Any], checkpoint: Path, target: Target) -> dict[str, Any]:
-    """Return the config with this target only, and the checkpoint's own folder."""
+def _config_of_target(config: Mapping[str, Any], checkpoint: Path, target: Target) -> dict[str, Any]:
+    """Return the config with this target only, the checkpoint's own folder, and no cache."""
     model = config["models"][target.model]
 
-    def with_own_prompts(settings: Mapping[str, Any]) -> dict[str, Any]:
+    # A config may expect texts of its own numbers of layers only.
+    def with_expected_of_target(settings: Mapping[str, Any]) -> dict[str, Any]:
         prompts = []
         for prompt in settings["prompts"]:
             texts = prompt.get("expected", {}).items()
@@ -198,36 +194,38 @@ def _config(config: Mapping[str, Any], checkpoint: Path, target: Target) -> dict
             prompts.append({**prompt, "expected": expected})
         return {**settings, "prompts": prompts}
 
-    golden = with_own_prompts(model["golden"])
-    adapters = {name: with_own_prompts(adapter) for name, adapter in model.get("adapters", {}).items()}
+    adapters = {name: with_expected_of_target(adapter) for name, adapter in model.get("adapters", {}).items()}
     only = {
+        "source": os.path.join(os.path.realpath(checkpoint.parent), checkpoint.name),
         "layers": [target.layers],
         "precisions": [target.precision],
         "backends": [target.backend],
         "backend_precisions": {},
-        "golden": golden,
+        "golden": with_expected_of_target(model["golden"]),
         "adapters": adapters,
     }
-    model = {**model, **only, "source": os.path.join(os.path.realpath(checkpoint.parent), checkpoint.name)}
-    return {**{name: value for name, value in config.items() if name != "cache"}, "models": {target.model: model}}
+    shared = {name: value for name, value in config.items() if name != "cache"}
+    return {**shared, "models": {target.model: {**model, **only}}}
 
 
-def _take_reference(results: Results, tree: Results, target: Target) -> None:
-    reference, link = (side.reference(target.model, target.layers) for side in (results, tree))
+def _link_reference(finished: Results, tree: Results, target: Target) -> None:
+    reference = finished.reference(target.model, target.layers)
+    link = tree.reference(target.model, target.layers)
     link.parent.mkdir(parents=True)
     for suffix in (".json", SUFFIX, ".safetensors"):
         link.with_suffix(suffix).symlink_to(os.path.abspath(reference.with_suffix(suffix)))
 
 
-def _take_tactics(results: Results, tree: Results, target: Target) -> None:
+def _copy_tactics(finished: Results, tree: Results, target: Target) -> None:
     """Copy the files of a record of tactics (`tactics: record` or `verified`): a build may write to them."""
-    present, again = (side.engines(target.model, target.precision, target.backend) for side in (results, tree))
-    for file in EngineSetManifest.load(present).details.get("tactics", {}).get("files", ()):
-        path = present.with_name(file["file"])
+    engines = finished.engines(target.model, target.precision, target.backend)
+    folder = tree.engines(target.model, target.precision, target.backend).parent
+    for file in EngineSetManifest.load(engines).details.get("tactics", {}).get("files", ()):
+        path = engines.with_name(file["file"])
         if not path.is_file():
             raise CheckError(
                 f"{path}: expected the tactics that the engines were built with, found no file; "
                 f"build with tactics: record"
             )
-        again.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, again.with_name(path.name))
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, folder / path.name)

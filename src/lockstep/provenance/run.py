@@ -19,13 +19,15 @@ from lockstep.provenance.cache import cache_for, put, take, take_of_other
 from lockstep.provenance.statements import build_key, read_statement, write_statement
 from lockstep.stages import STAGES, Job
 
+_INTERRUPTED = tuple(128 + number for number in (signal.SIGINT, *ENDING))  # exit codes of `errors.guard`
+
 
 def run(job: Job, make: Callable[[], object] | None = None, lock_file: Path | None = None, cache: str = "") -> Path:
     """Make the artefact of a job, write its statement, and return its path.
 
     make: instead of the stage's own work. lock_file: raises CheckError where the artefact differs from it. cache: the
-    config's shared cache, from which an artefact is copied where it has it as locked. Raises InputError for an input
-    that is damaged or is not the one of its statement.
+    config's shared cache, from which the artefact is copied where it is there and as locked. Raises InputError for an
+    input that is damaged or is not the one of its statement.
     """
     stage = STAGES[job.stage]
     check_place(job.output)  # before hours of work
@@ -35,14 +37,15 @@ def run(job: Job, make: Callable[[], object] | None = None, lock_file: Path | No
             check_input(path)
     key = build_key(job)
     if lock_file is not None:
-        locked.check_step(job, key, lock_file)
+        locked.check_job(job, key, lock_file)
     try:
+        # A stage that reads its own earlier output must not read one of which nothing says how it was made.
         if stage.rule.updates and not _is_stated(job.output):
             job.output.unlink(missing_ok=True)
         is_taken = take_of_other(job, key) or take(shared, job, key)
         if is_taken:
             statement = write_statement(job, key)
-            if lock_file is not None and (line := locked.reject(job.output, lock_file)):
+            if lock_file is not None and (line := locked.discard_different(job.output, lock_file)):
                 reason = f"{line} in the cached artefact, which is not what {lock_file} says"
                 print(f"cache: {reason}; {job} is made again", file=sys.stderr)
                 is_taken = False
@@ -58,7 +61,7 @@ def run(job: Job, make: Callable[[], object] | None = None, lock_file: Path | No
         raise
     for path in (job.output, statement_path(job.output)):
         remove_leftovers(path)
-    if lock_file is not None and (line := locked.reject(job.output, lock_file)):
+    if lock_file is not None and (line := locked.discard_different(job.output, lock_file)):
         locked.refuse(line, lock_file)
     if not is_taken:
         put(shared, job, statement)
@@ -84,35 +87,24 @@ def forget_other(job: Job) -> None:
 def _reported(job: Job) -> Iterator[None]:
     """Write a report with the error of a check that fails before it has written its own, unless it is interrupted."""
     report = failed_path(job.output)
-    before = _state(report)
+    before = _file_state(report)
     try:
         yield
     except (Exception, SystemExit) as error:
         is_interrupted = isinstance(error, SystemExit) and error.code in _INTERRUPTED
-        if STAGES[job.stage].is_judged and _state(report) == before and not is_interrupted:
+        if STAGES[job.stage].is_judged and _file_state(report) == before and not is_interrupted:
             line = " ".join(str(error).split())
             if isinstance(error, SystemExit):
                 line = f"{job.stage} ended with exit code {error.code}; its log says why"
             elif not isinstance(error, LockstepError):
                 line = f"{type(error).__name__}: {line}"
+            failure = {"stage": job.stage, "names": dict(job.names), "result": "fail", "failure": line}
             with contextlib.suppress(InputError, OSError):  # a full disk, which the error itself names
-                write_json(
-                    report,
-                    {
-                        "format": formats.FAILURE,
-                        "stage": job.stage,
-                        "names": dict(job.names),
-                        "result": "fail",
-                        "failure": line,
-                    },
-                )
+                write_json(report, {"format": formats.FAILURE, **failure})
         raise
 
 
-_INTERRUPTED = tuple(128 + number for number in (signal.SIGINT, *ENDING))
-
-
-def _state(path: Path) -> tuple[int, int] | None:
+def _file_state(path: Path) -> tuple[int, int] | None:
     """Return inode and time of a file, one of which changes whenever it is written again."""
     if not path.is_file():
         return None

@@ -1,6 +1,6 @@
 """The user's files that stages read, and their changes since.
 
-A step and the places of its model's files in; the files, or their changes, out. Digests decide, not dates.
+A job and the places of its model's files in; the files, or their changes, out. Digests decide, not dates.
 """
 
 from __future__ import annotations
@@ -51,23 +51,25 @@ class Sources:
         return cls(folder if folder.is_dir() else None, fetched, place, adapters)
 
 
-def changed_files(step: Job, sources: Sources) -> list[str]:
-    """Return a line for each changed file of a step's inputs. Raises LockstepError for files that it cannot read."""
-    read = STAGES[step.stage].rule.files.values()
-    changed = {"sides": _changed_checkpoint, "path": _changed_source, "folders": _changed_adapters}
+def changed_files(job: Job, sources: Sources) -> list[str]:
+    """Return a line for each changed file of a job's inputs. Raises LockstepError for files that it cannot read."""
+    files = STAGES[job.stage].rule.files.values()
     lines: list[str] = []
-    for files, changes in changed.items():
-        if files in read:
-            lines += changes(step, sources)
+    if "sides" in files:
+        lines += _changed_checkpoint(job, sources)
+    if "path" in files:
+        lines += _changed_source(job, sources)
+    if "folders" in files:
+        lines += _changed_adapters(job, sources)
     return lines
 
 
-def _changed_checkpoint(step: Job, sources: Sources) -> Iterator[str]:
+def _changed_checkpoint(job: Job, sources: Sources) -> Iterator[str]:
     if sources.folder is None:
         return
-    manifest = CheckpointManifest.load(step.output)
+    manifest = CheckpointManifest.load(job.output)
     paths = side_files(sources.folder)
-    if "weights" in STAGES[step.stage].rule.files.values():
+    if "weights" in STAGES[job.stage].rule.files.values():
         paths = [*paths, *weight_files(sources.folder, find_tensors(sources.folder))]
         if sources.fetched and sources.fetched.is_file():
             commit = Fetched.load(sources.fetched).commit
@@ -77,32 +79,36 @@ def _changed_checkpoint(step: Job, sources: Sources) -> Iterator[str]:
     yield from _differences(sources.folder, recorded, {path.name: path for path in paths})
 
 
-def _changed_source(step: Job, sources: Sources) -> Iterator[str]:
-    if (place := sources.made_of) is None:
+def _changed_source(job: Job, sources: Sources) -> Iterator[str]:
+    place = sources.made_of
+    if place is None:
         return
-    if gguf := Fetched.load(step.output).gguf:
-        yield from _differences(place.parent, {place.name: gguf}, {place.name: place})
+    gguf_sha256 = Fetched.load(job.output).gguf
+    if gguf_sha256:
+        yield from _differences(place.parent, {place.name: gguf_sha256}, {place.name: place})
         return
-    checkpoint = folder_of(step.output)
+    checkpoint = folder_of(job.output)
     tokenizer = place.with_name("tokenizer.json")
     if _json(place) != _json(checkpoint / "config.json"):  # as JSON: the copy is written in canonical form
         yield f"{place} changed"
     if tokenizer.is_file():
-        written = checkpoint / tokenizer.name
-        recorded = {path.name: digest(path) for path in (written,) if path.is_file()}
+        copy = checkpoint / tokenizer.name
+        recorded = {copy.name: digest(copy)} if copy.is_file() else {}
         yield from _differences(tokenizer.parent, recorded, {tokenizer.name: tokenizer})
 
 
-def _changed_adapters(step: Job, sources: Sources) -> Iterator[str]:
-    for name, adapter in AdaptersManifest.load(step.output).adapters.items():
+def _changed_adapters(job: Job, sources: Sources) -> Iterator[str]:
+    for name, adapter in AdaptersManifest.load(job.output).adapters.items():
         if folder := sources.adapters.get(name):
             recorded = {file.path: file.sha256 for file in adapter.files}
-            present = {name: folder / name for name in recorded if (folder / name).is_file()}
+            present = {path: folder / path for path in recorded if (folder / path).is_file()}
             yield from _differences(folder, recorded, present)
 
 
 def _differences(folder: Path, recorded: Mapping[str, str], present: Mapping[str, Path]) -> Iterator[str]:
-    yield from (f"{folder / name} is gone" for name in sorted(recorded.keys() - present.keys()))
+    """Yield a line for each file of a folder that differs. recorded: {name: sha256}. present: {name: path}."""
+    for name in sorted(recorded.keys() - present.keys()):
+        yield f"{folder / name} is gone"
     for name, path in sorted(present.items()):
         if name not in recorded:
             yield f"{path} is new"

@@ -26,55 +26,55 @@ from lockstep.stages import STAGES, Job
 from lockstep.targets import Results
 
 
-def build_key(step: Job) -> BuildKey:
-    stage = STAGES[step.stage]
-    backend = step.backend
+def build_key(job: Job) -> BuildKey:
+    stage = STAGES[job.stage]
+    backend = job.backend
     return BuildKey(
-        stage=step.stage,
+        stage=job.stage,
         # Results do not depend on the model's name, except for reports, which contain it.
-        names={name: str(value) for name, value in step.names.items() if name != "model" or stage.is_judged},
-        inputs={name: content(path) for name, path in step.inputs.items()},
-        options=dict(step.options),
+        names={name: str(value) for name, value in job.names.items() if name != "model" or stage.is_judged},
+        inputs={name: content(path) for name, path in job.inputs.items()},
+        options=dict(job.options),
         code=code_identity.code_digests(stage.module, backend),
         environment=code_identity.installed_packages(stage.module, backend),
-        backend=backend_identity(step) if backend else None,
+        backend=backend_identity(job) if backend else None,
     )
 
 
-def backend_identity(step: Job) -> dict[str, Any]:
-    """Return the library and the device that the step's engines are for.
+def backend_identity(job: Job) -> dict[str, Any]:
+    """Return the library and the device that the job's engines are for.
 
     Raises InputError where the library is not installed, and where this machine does not have the config's device.
     """
-    if step.device:
-        _check_device(step, step.device)
-    assert step.backend is not None
-    return identity.identity(step.backend, runs=not STAGES[step.stage].builds_engines)
+    if job.device is not None:
+        _check_device(job, job.device)
+    assert job.backend is not None
+    return identity.identity(job.backend, runs=not STAGES[job.stage].builds_engines)
 
 
-def _check_device(step: Job, device: Mapping[str, str]) -> None:
-    name = step.names["backend"]
+def _check_device(job: Job, device: Mapping[str, str]) -> None:
     remedy = "start it where that is, or correct the config"
     try:
-        hardware: str | None = identity.hardware(device["backend"], builds=STAGES[step.stage].builds_engines)
+        # None: the backend's engines can be built anywhere.
+        hardware: str | None = identity.hardware(device["backend"], builds=STAGES[job.stage].builds_engines)
     except InputError as error:
         hardware = "none"
         remedy = f"{remedy} ({error})"
     if hardware is not None and hardware != device["hardware"]:
         raise InputError(
-            f"{step}: expected {device['hardware']!r}, the device {name} of the config, found {hardware!r} on "
-            f"{platform.node()}; {remedy}"
+            f"{job}: expected {device['hardware']!r}, the device {job.names['backend']} of the config, found "
+            f"{hardware!r} on {platform.node()}; {remedy}"
         )
 
 
-def write_statement(step: Job, key: BuildKey) -> Statement:
-    """Write the statement of `step`, and return it. The step has just made its output with `key`."""
-    statement = Statement(key, outputs_of(step.output))
-    if STAGES[step.stage].builds_engines:
-        statement = replace(statement, sources=tuple(_sources(step)))
-    statement.save(statement_path(step.output))
-    for name in (f"{step.output.stem}.build.json", "provenance.json"):  # of Lockstep 0.2
-        step.output.with_name(name).unlink(missing_ok=True)
+def write_statement(job: Job, key: BuildKey) -> Statement:
+    """Write the statement of `job`, which has just made its output with `key`, and return it."""
+    statement = Statement(key, outputs_of(job.output))
+    if STAGES[job.stage].builds_engines:
+        statement = replace(statement, sources=tuple(_sources(job)))
+    statement.save(statement_path(job.output))
+    for name in (f"{job.output.stem}.build.json", "provenance.json"):  # of Lockstep 0.2
+        job.output.with_name(name).unlink(missing_ok=True)
     return statement
 
 
@@ -93,20 +93,20 @@ def outputs_of(manifest: Path) -> dict[str, str]:
     return outputs
 
 
-def _sources(step: Job) -> Iterator[dict[str, Any]]:
-    """Yield descriptors of the files that engines are built from: graphs, and the config and tokenizer of these.
+def _sources(job: Job) -> Iterator[dict[str, Any]]:
+    """Yield descriptors of the files that engines are built from: graphs, and the checkpoint's config and tokenizer.
 
-    Not of weights, which engines do not contain.
+    Engines contain no weights, so these are no sources.
     """
-    assembly = step.inputs["assembly"]
+    assembly = job.inputs["assembly"]
     for path, sha256 in [(assembly, digest(assembly)), *((file.path, file.sha256) for file in named_files(assembly))]:
         yield {"name": f"graphs/{path.name}", "digest": {"sha256": sha256}}
     results = Results(assembly.parents[3])
-    manifest = results.architecture(step.names["model"])
+    manifest = results.architecture(job.names["model"])
     if not manifest.is_file():
         return  # graphs that were copied here without their checkpoint
     value = CheckpointManifest.load(manifest)
-    origin = purl(value.source, results.source(step.names["model"]))
+    origin = purl(value.source, results.source(job.names["model"]))
     for file in value.files:
         descriptor: dict[str, Any] = {"name": f"checkpoint/{file.path}", "digest": {"sha256": file.sha256}}
         if origin:
@@ -139,5 +139,5 @@ def read_statement(output: Path) -> Statement | None:
     return statement
 
 
-def statements(folder: Path) -> Iterator[Path]:
-    return iter(sorted(folder.rglob(f"*{SUFFIX}")))
+def statement_paths(folder: Path) -> list[Path]:
+    return sorted(folder.rglob(f"*{SUFFIX}"))

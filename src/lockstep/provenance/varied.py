@@ -29,16 +29,13 @@ class Surroundings:
     variables: Mapping[str, str] = field(default_factory=dict)
     umask: int = -1
 
-    def environment(self, usual: Mapping[str, str]) -> dict[str, str]:
-        return {**usual, **self.variables}
+
+UNVARIED = Surroundings()
 
 
-AS_HERE = Surroundings()
-
-
-def surroundings(number: int) -> Surroundings:
-    """Return the environment of round `number`, from 1 on, which differs in all from the round before."""
-    place = number % len(_FOLDERS)
-    variables = {name: values[place] for name, values in _VARIABLES.items()}
+def varied_surroundings(number: int) -> Surroundings:
+    """Return the surroundings of round `number`, from 1 on, each of which differs from the round before."""
+    index = number % len(_FOLDERS)
+    variables = {name: values[index] for name, values in _VARIABLES.items()}
     variables["PATH"] = os.pathsep.join([f"/round/{number}", os.environ.get("PATH", os.defpath)])
-    return Surroundings(_FOLDERS[place], variables, _UMASKS[place])
+    return Surroundings(_FOLDERS[index], variables, _UMASKS[index])

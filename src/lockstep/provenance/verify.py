@@ -22,7 +22,7 @@ from lockstep.errors import InputError, LockstepError
 from lockstep.manifests.digest_cache import THREADS, Expected, digest
 from lockstep.manifests.manifest_files import named_files
 from lockstep.provenance.lock import ENGINES, Lock, compared, is_absent, kind_of
-from lockstep.provenance.statements import statements
+from lockstep.provenance.statements import statement_paths
 from lockstep.targets import Results
 
 SAME = "same"
@@ -30,6 +30,7 @@ DIFFERENT = "different"
 MISSING = "missing"
 UNKNOWN = "unknown"
 _NO_MODELS = ("logs", "benchmarks", "report")  # folders of the results tree
+_MEASURED = (formats.SPEED, formats.REPRODUCTION)  # documents of measurements, which no statement names
 
 
 @dataclass(frozen=True)
@@ -59,39 +60,38 @@ def verify(
     folders = [results / model for model in models]
     if not models and results.is_dir():
         folders = sorted(path for path in results.iterdir() if path.is_dir() and path.name not in _NO_MODELS)
-    config = [path for path in (results / "config.json",) if os.path.lexists(path)]
-    findings = _files(results, sorted(results.glob(f"*{SUFFIX}")), config, deep)
+    config = results / "config.json"
+    present = [config] if os.path.lexists(config) else []
+    findings = _files(results, sorted(results.glob(f"*{SUFFIX}")), present, deep)
     for folder in folders:
         linked = Path(os.path.realpath(folder))  # paths in its manifests are relative to the real folder
-        findings += _files(results, list(statements(linked)), list(_walk(linked)), deep)
+        findings += _files(results, statement_paths(linked), list(_walk(linked)), deep)
         if folder.name in locks:
             findings += _locked(folder, locks[folder.name])
-    findings += [
-        Finding(MISSING, model, f"nothing in {results}, but a lock: run `lockstep run`")
-        for model in sorted(locks)
-        if not (results / model).is_dir() and model not in models
-    ]
+    for model in sorted(locks):
+        if not (results / model).is_dir() and model not in models:
+            findings.append(Finding(MISSING, model, f"nothing in {results}, but a lock: run `lockstep run`"))
     return findings
 
 
 def _files(results: Path, stated: list[Path], present: list[Path], deep: bool) -> list[Finding]:
-    """Return findings on the files of statements and manifests, and on those of `present` that none of them has."""
+    """Return findings on the files of the statements `stated`, and on those of `present` that none of them names."""
     expected: dict[str, str] = {}
     findings: list[Finding] = []
     for path in stated:
         try:
-            expected |= {os.path.normpath(file.path): file.sha256 for file in _of_statement(path)}
+            expected |= {os.path.normpath(file.path): file.sha256 for file in _files_of_statement(path)}
             findings.append(Finding(SAME, _name(path, results)))
         except LockstepError as error:
             findings.append(Finding(DIFFERENT, _name(path, results), _reason(error)))
     with ThreadPoolExecutor(THREADS) as pool:
         findings += pool.map(lambda item: _compare(Path(item[0]), item[1], results, deep), sorted(expected.items()))
     named = {*expected, *map(os.path.normpath, stated)}
-    findings += [_alone(path, results) for path in present if os.path.normpath(path) not in named]
+    findings += [_without_statement(path, results) for path in present if os.path.normpath(path) not in named]
     return sorted(findings, key=lambda finding: finding.name)
 
 
-def _of_statement(path: Path) -> Iterator[Expected]:
+def _files_of_statement(path: Path) -> Iterator[Expected]:
     """Yield the output files of a statement, and those of its manifest in other folders, such as a checkpoint's."""
     manifest = path.with_name(f"{path.name.removesuffix(SUFFIX)}.json")
     outputs = Statement.load(path).outputs
@@ -112,8 +112,8 @@ def _compare(path: Path, sha256: str, results: Path, deep: bool) -> Finding:
     return Finding(SAME, _name(path, results))
 
 
-def _alone(path: Path, results: Path) -> Finding:
-    """Return the finding on a file that no statement names. A measurement, such as a speed, has its own digest."""
+def _without_statement(path: Path, results: Path) -> Finding:
+    """Return the finding on a file that no statement names. A measurement, such as a speed, holds its own digest."""
     name = _name(path, results)
     if not path.is_file():
         return Finding(UNKNOWN, name, f"no statement names it; it is {describe(path)}")
@@ -127,9 +127,6 @@ def _alone(path: Path, results: Path) -> Finding:
     except LockstepError as error:
         return Finding(DIFFERENT, name, _reason(error))
     return Finding(UNKNOWN, name, "no statement names it")
-
-
-_MEASURED = (formats.SPEED, formats.REPRODUCTION)
 
 
 def _locked(folder: Path, lock_file: Path) -> list[Finding]:
@@ -170,16 +167,13 @@ def _not_run(results: Path) -> Collection[str]:
 def _walk(folder: Path) -> Iterator[Path]:
     """Yield the files of a model's results but temporary ones, and folders with the name of a document."""
     for path in sorted(folder.rglob("*")):
-        if (
-            (not path.is_dir() or path.suffix == ".json")
-            and not path.name.endswith(".tmp")
-            and not path.name.endswith(".failed.json")
-            and path.name != ".snakemake_timestamp"
-        ):
+        is_document = not path.is_dir() or path.suffix == ".json"
+        if is_document and not path.name.endswith((".tmp", ".failed.json", ".snakemake_timestamp")):
             yield path
 
 
 def _name(path: Path, results: Path) -> str:
+    """Return a path below the results; an absolute one of a file elsewhere, such as a checkpoint's."""
     relative = os.path.relpath(path, results)
     if relative.startswith("..") and os.path.isabs(path):
         return str(path)
@@ -187,4 +181,5 @@ def _name(path: Path, results: Path) -> str:
 
 
 def _reason(error: Exception) -> str:
+    """Return an error's line without the path that it opens with, which is the finding's name."""
     return str(error).partition(": ")[2] or str(error)

@@ -18,7 +18,7 @@ from pathlib import Path
 import lockstep
 from lockstep.artifacts.statement import Statement
 from lockstep.errors import InputError, LockstepError
-from lockstep.provenance.statements import statements
+from lockstep.provenance.statements import statement_paths
 from lockstep.step.host_memory import total_bytes
 from lockstep.targets import Results
 
@@ -39,7 +39,7 @@ def about(results: Results, models: Iterable[str]) -> About:
     backends: set[str] = set()
     packages: set[str] = set()
     for model in models:
-        for path in statements(results.root / model):
+        for path in statement_paths(results.root / model):
             # The target of a damaged statement reports it.
             with contextlib.suppress(LockstepError, OSError):
                 key = Statement.load(path).key

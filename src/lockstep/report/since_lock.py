@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lockstep.artifacts.reports import FAIL, PASS
 from lockstep.errors import LockstepError
-from lockstep.provenance.lock import TERMS, Lock, compared, lock_path
+from lockstep.provenance.lock import PARAMETERS, Lock, compared, lock_path
 from lockstep.report.verdict import NOT_RUN
 from lockstep.targets import Results
 
@@ -24,7 +24,7 @@ _MEANING = {
     "checkpoint": (FAIL, "The checkpoint has changed", "Bad unless it is meant: these are other weights or settings."),
     "reference": (FAIL, "The reference has changed", "Bad unless it is meant: transformers itself gives other tokens."),
     "golden": (FAIL, "The tokens have changed", "Bad unless it is meant: the engines give other tokens than locked."),
-    TERMS: (NOT_RUN, "The settings of checks have changed", "A pass means something else now: compare them."),
+    PARAMETERS: (NOT_RUN, "The settings of checks have changed", "A pass means something else now: compare them."),
     _BUILT: (
         NOT_RUN,
         "Weights, graphs or engines have changed",

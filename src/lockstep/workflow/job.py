@@ -16,7 +16,7 @@ from lockstep.provenance.locked import find_lock, is_locked
 from lockstep.provenance.run import forget_other, run
 from lockstep.stages import STAGES, Job
 
-_NO_OPTIONS = ("stage", "device", "folders")  # parameters of a rule that are no option of its stage
+_NO_OPTIONS = ("stage", "device", "folders")  # parameters of a rule that are no options of its stage
 
 
 def run_stage(snakemake: Any) -> None:
@@ -27,16 +27,15 @@ def run_stage(snakemake: Any) -> None:
 def run_job(snakemake: Any, **extra: Any) -> None:
     """Run the stage as `run_stage` does, in a script that has opened its log. extra: parameters that no rule has."""
     stage = STAGES[snakemake.params.stage["name"]]
-    names = dict(snakemake.wildcards.items())
     inputs = {key: snakemake.input.get(key) for key in stage.rule.inputs}
     files = {key: snakemake.input.get(key) or snakemake.params.get(key) for key in stage.rule.files}
-    params = {key: value for key, value in snakemake.params.items() if key not in _NO_OPTIONS and value is not None}
+    options = {key: value for key, value in snakemake.params.items() if key not in _NO_OPTIONS and value is not None}
     job = Job(
-        stage.name,
-        names,
-        {key: Path(path) for key, path in inputs.items() if path},
-        params,
-        Path(snakemake.output[0]),
+        stage=stage.name,
+        names=dict(snakemake.wildcards.items()),
+        inputs={key: Path(path) for key, path in inputs.items() if path},
+        options=options,
+        output=Path(snakemake.output[0]),
         device=snakemake.params.get("device"),
         threads=snakemake.threads,
         files={key: _files(value) for key, value in files.items()},
@@ -50,6 +49,7 @@ def run_job(snakemake: Any, **extra: Any) -> None:
 
 
 def _files(value: Any) -> Any:
+    """Return an input's or parameter's files as in `Job.files`: Snakemake gives a path, several, or none."""
     if isinstance(value, dict):
         return value
     if isinstance(value, str):
@@ -72,7 +72,7 @@ def logged(snakemake: Any) -> Iterator[None]:
             with shown_on(terminal):
                 yield
     except SystemExit as error:
-        if error.code != 128 + signal.SIGINT:  # of which the run says one line for all jobs
+        if error.code != 128 + signal.SIGINT:  # the run itself says one line of Ctrl-C for all jobs
             _tell(terminal, log, PREFIX, last=1)
         raise
     _tell(terminal, log, NOTE)

@@ -28,7 +28,7 @@ from lockstep.provenance.locked import check_project, find_lock, is_locked, not_
 from lockstep.stages import STAGES, jobs, params
 from lockstep.stages.files import ModelFiles, model_files
 from lockstep.stages.rules import collected_targets
-from lockstep.targets import Results, Target
+from lockstep.targets import Results
 
 _HOW_TO_RUN = ("locked", "device", "container")  # keys of Snakemake's config that are not in our schema
 
@@ -58,10 +58,10 @@ def make_plan(question: Mapping[str, Any]) -> dict[str, Any]:
     models = {model: model_files(config, model, places.get(model), results) for model in config.models}
     if not question["has_environments"]:  # of Snakemake, which have the backends
         config.check_backends()
-    cache_folder(config.cache)  # for its error, which else each job would have
+    cache_folder(config.cache)  # for its error, which would else come from every job
     device = config.check_device(merged.get("device"))
-    notes = list[str]()
-    warnings = list[str]()
+    notes: list[str] = []
+    warnings: list[str] = []
     if question["starts"]:
         notes += _notes(config)
         if is_locked(merged):
@@ -69,22 +69,23 @@ def make_plan(question: Mapping[str, Any]) -> dict[str, Any]:
         if line := untested():
             warnings.append(line)
     targets = collected_targets(config)
+    backend_names = sorted({target.backend for target in targets["all"]})
     return {
         "cache": config.cache,
         "constraints": {
-            "model": _alternatives(sorted(config.models)),
-            "precision": _alternatives(PRECISIONS),
+            "model": "|".join(sorted(config.models)),
+            "precision": "|".join(PRECISIONS),
             "layers": "all|[1-9][0-9]*",
-            "backend": _alternatives([*backends(), *config.devices]),
+            "backend": "|".join([*backends(), *config.devices]),
         },
         "device": device,
         "targets": {word: list(map(asdict, chosen)) for word, chosen in targets.items()},
         "names": [str(target) for target in targets["all"]],
         "not_run": config.not_run(),
         "params": {name: params.table(name, config, targets["all"]) for name in params.names()},
-        "stages": _stages(targets["all"], config),
+        "stages": _stages(backend_names, config),
         "models": {model: {**asdict(files), **_of_jobs(config, model)} for model, files in models.items()},
-        "gpus": {name: _gpus(config, name) for name in _backends_of(targets["all"])},
+        "gpus": {name: _gpus(config, name) for name in backend_names},
         "gpu_models": {name: entry.gpu_model for name, entry in config.devices.items() if entry.gpu_model},
         "endpoints": {name: entry.model_dump(mode="json") for name, entry in config.endpoints.items()},
         "notes": notes,
@@ -105,16 +106,12 @@ def _check_locked(config: Config, models: Mapping[str, ModelFiles], results: Res
         targets = [target for target in config.targets() if target.model == model]
         checkpoint = None
         if files.kind == "folder":
-            checkpoint = [*map(Path, [*files.sides, *files.weights])]
+            checkpoint = [Path(path) for path in (*files.sides, *files.weights)]
         lock_file = find_lock(model, [Path(), REPOSITORY])
         check_project(lock_file, jobs(config, results.root, targets), checkpoint)
         if names := not_in_config(lock_file, targets):
             dropped.append(f"Locked, and no targets of the config: {', '.join(f'{model}/{name}' for name in names)}")
     return dropped
-
-
-def _alternatives(names: Any) -> str:
-    return "|".join(names)
 
 
 def _gpus(config: Config, backend: str) -> int:
@@ -123,18 +120,14 @@ def _gpus(config: Config, backend: str) -> int:
     return config.gpus(backend)
 
 
-def _backends_of(targets: list[Target]) -> list[str]:
-    return sorted({target.backend for target in targets})
-
-
-def _stages(targets: list[Target], config: Config) -> dict[str, dict[str, str]]:
+def _stages(backend_names: list[str], config: Config) -> dict[str, dict[str, str]]:
     """Return {stage, or stage/backend: digests of code and pinned packages}, a change of which reruns its jobs."""
     keys = {"summary": stage_key("report.renew")}
     for name, stage in STAGES.items():
         if "backend" not in stage.wildcards:
             keys[name] = stage_key(stage.module)
             continue
-        for backend in _backends_of(targets):
+        for backend in backend_names:
             keys[f"{name}/{backend}"] = stage_key(stage.module, config.backend_of(backend))
     return keys
 

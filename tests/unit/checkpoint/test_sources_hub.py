@@ -32,7 +32,7 @@ from lockstep.errors import CheckError, InputError, LockstepError
 from lockstep.export.random_model import byte_tokenizer
 from lockstep.manifests.digest_cache import size_of
 from lockstep.manifests.manifest_files import lost_files
-from lockstep.provenance.locked import fetch_terms, find_lock
+from lockstep.provenance.locked import fetch_parameters, find_lock
 
 NAME = "acme/tiny"
 TOKENIZER = byte_tokenizer().to_str().encode()
@@ -97,7 +97,7 @@ class User:
             patch.chdir(self.folder)
             importlib.reload(constants)  # where huggingface_hub caches its environment
             lock_file = find_lock("m", [Path()]) if locked else None
-            fetch(source, Path("results/m/source.json"), **fetch_terms(config, "m", lock_file))
+            fetch(source, Path("results/m/source.json"), **fetch_parameters(config, "m", lock_file))
         return Fetched.load(self.out)
 
     def lock(self, source: str, commit: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from demo_model import CONFIG, ROOT
 
 from lockstep.config.backends import backends
-from lockstep.provenance.lock import TERMS, Lock, terms, terms_place
+from lockstep.provenance.lock import PARAMETERS, Lock, locked_parameters, parameters_place
 from lockstep.provenance.locked import not_in_config
 from lockstep.stages import STAGES, jobs
 
@@ -19,20 +19,22 @@ LOCK = Lock.load(LOCK_FILE)
 
 def test_the_terms_of_each_check_are_what_is_locked() -> None:
     """Of every target of the config, whether or not it runs on this machine."""
-    locked = {place: items for place, items in LOCK.entries.items() if place.startswith(f"{TERMS}/")}
+    locked = {place: items for place, items in LOCK.entries.items() if place.startswith(f"{PARAMETERS}/")}
     of_config = {}
     for target in CONFIG.targets():
         for stage in STAGES.values():
             if stage.is_check:
                 names = {name: vars(target)[name] for name in stage.wildcards}
-                of_config[terms_place(stage.name, names)] = terms(stage.options(CONFIG, names))
+                of_config[parameters_place(stage.name, names)] = locked_parameters(stage.options(CONFIG, names))
     assert {place: of_config.get(place) for place in locked} == locked, "see test_committed_lock.py"
 
 
 def test_each_check_that_a_machine_without_a_gpu_makes_is_locked() -> None:
     """A target that is added is locked in the same commit."""
     on_host = [target for target in CONFIG.targets() if not backends()[target.backend].gpus]
-    places = {terms_place(job.stage, job.names) for job in jobs(CONFIG, Path(), on_host) if STAGES[job.stage].is_check}
+    places = {
+        parameters_place(job.stage, job.names) for job in jobs(CONFIG, Path(), on_host) if STAGES[job.stage].is_check
+    }
     assert on_host and places <= LOCK.entries.keys()
 
 

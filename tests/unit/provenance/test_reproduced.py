@@ -60,14 +60,14 @@ def again(first: Results, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Repr
     def give(*trees: Results, failure: str | None = None) -> Reproduction:
         remaining = list(trees)
 
-        def make_again(config: Any, checkpoint: Path, target: Target, folder: Path, *arguments: Any) -> str | None:
+        def run_workflow(config: Any, checkpoint: Path, target: Target, folder: Path, *arguments: Any) -> str | None:
             assert (folder / "results/demo-llama/reference/2.json").is_symlink(), "the reference is taken as it is"
             shutil.copytree(
                 remaining.pop(0).root, folder / "results", dirs_exist_ok=True, ignore=lambda *_: ["reference"]
             )
             return failure
 
-        monkeypatch.setattr(reproduce, "make_again", make_again)
+        monkeypatch.setattr(reproduce, "run_workflow", run_workflow)
         return reproduce.reproduce(CONFIG.dump(), first, TARGET, len(trees))
 
     return give

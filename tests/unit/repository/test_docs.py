@@ -16,7 +16,7 @@ from faults import page as planted_faults
 from faults.__main__ import faults
 from lockstep.artifacts.files import read_json
 from lockstep.cli.main import main as lockstep
-from lockstep.provenance.varied import surroundings
+from lockstep.provenance.varied import varied_surroundings
 from lockstep_serve.cli.serve import serve
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -115,7 +115,7 @@ def test_generated_pages_are_what_their_records_give(tmp_path: Path) -> None:
 def test_the_table_of_varied_builds_is_what_reproduce_varies() -> None:
     page = (REPOSITORY / "docs" / "reproduce.md").read_text(encoding="utf-8")
     for number in (1, 2, 3):
-        varied = surroundings(number)
+        varied = varied_surroundings(number)
         values = {"working folder": varied.folder, "umask": f"{varied.umask:03o}", **varied.variables}
         values["PATH"] = values["PATH"].partition(":")[0]
         for name, value in values.items():
