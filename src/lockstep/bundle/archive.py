@@ -30,7 +30,7 @@ MANIFEST = "bundle.json"
 _BLOCK = 512
 _END = bytes(2 * _BLOCK)
 _PIECE = 1 << 20  # bytes that are read at a time
-_LARGEST_MANIFEST = 16 << 20  # it is read whole before it is trusted
+_LARGEST_MANIFEST = 16 << 20  # bytes; it is read whole before it is checked
 _OCTAL_LIMIT = 8**11  # ustar has 11 octal digits for a size
 
 
@@ -222,6 +222,7 @@ def _read_manifest(file: BinaryIO, path: Path) -> tuple[BundleManifest, int]:
     size = 0
     if first.startswith(MANIFEST.encode()):
         size = _info(first).size
+    # The size is the header's only freedom: written again with it, the header must come out the same.
     if first != header(MANIFEST, size) or size > _LARGEST_MANIFEST:
         raise InputError(f"{path}: expected a bundle, which starts with {MANIFEST}, found {_words(first)}; {remedy}")
     data = file.read(size)
@@ -244,7 +245,7 @@ def _info(block: bytes) -> tarfile.TarInfo:
 
 
 def _words(block: bytes) -> str:
-    """Describe the bytes in the place of a header."""
+    """Describe the bytes where a header is expected."""
     info = _info(block)
     if not info.name:
         return "none"

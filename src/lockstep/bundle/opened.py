@@ -1,8 +1,7 @@
 """Opening of bundles: an archive in; paths of engines, assembly and weights out.
 
-Every digest is checked. NumPy and the backend do the rest. Small files go to a temporary folder, which is gone when the
-context ends: it may end as soon as the model is open. Weights stay in the archive, whose tensors a manifest of that
-folder points to.
+Every digest is checked. Small files go to a temporary folder, which is removed when the context ends: it may end as
+soon as the model is open. Weights stay in the archive: the folder's manifest of weights points into it.
 """
 
 from __future__ import annotations
@@ -59,7 +58,6 @@ def opened(path: str | os.PathLike, weights: str | os.PathLike | None = None) ->
     """
     archive = read_archive(path)
     about = archive.manifest.about
-    of = f"the weights of {about.target.model} in {about.target.precision}"
     if about.weights == "inside" and weights is not None:
         raise InputError(
             f"{path}: expected no --weights, for the bundle holds its own, found {weights}; "
@@ -67,7 +65,8 @@ def opened(path: str | os.PathLike, weights: str | os.PathLike | None = None) ->
         )
     if about.weights == "apart" and weights is None:
         raise InputError(
-            f"{path}: expected --weights, for the bundle holds none; give the folder of {of}, or a weights.json"
+            f"{path}: expected --weights, for the bundle holds none; give the folder of the weights of "
+            f"{about.target.model} in {about.target.precision}, or a weights.json"
         )
     with _scratch() as folder:
         digest = check_contents(archive)
@@ -75,11 +74,11 @@ def opened(path: str | os.PathLike, weights: str | os.PathLike | None = None) ->
             tar.extractall(folder, (info for info in tar if not _is_weights(info.name)), filter="data")
         try:
             manifest = folder / "weights" / "weights.json"
-            _check_named(archive, folder)
+            _check_manifests(archive, folder)
             if weights is None:
                 point_into(archive, manifest, digest)
             else:
-                manifest = _bind(manifest, Path(weights))
+                manifest = _weights_outside(manifest, Path(weights))
             yield Opened(
                 Target(**vars(about.target)),
                 Limits(**vars(about.limits)),
@@ -96,7 +95,7 @@ def opened(path: str | os.PathLike, weights: str | os.PathLike | None = None) ->
 
 @contextlib.contextmanager
 def _scratch() -> Iterator[Path]:
-    """Yield a new folder, removed afterwards, or at the process's end where an interrupt hits the removal itself."""
+    """Yield a new folder, removed afterwards, or at the process's end where an interrupt hits the removal."""
     folder = Path(tempfile.gettempdir(), f"lockstep-bundle-{secrets.token_hex(8)}")
     remove = functools.partial(shutil.rmtree, folder, ignore_errors=True)
     atexit.register(remove)
@@ -113,7 +112,7 @@ def _is_weights(name: str) -> bool:
     return name.startswith("weights/") and name != "weights/weights.json"
 
 
-def _check_named(archive: Archive, folder: Path) -> None:
+def _check_manifests(archive: Archive, folder: Path) -> None:
     """Check that manifests are of the target, and that each file that they name is in the bundle."""
     target = archive.manifest.about.target
     for name in _NEEDED:
@@ -130,7 +129,7 @@ def _check_named(archive: Archive, folder: Path) -> None:
             raise InputError(
                 f"{archive.path}: {name}: expected {expected}, as {MANIFEST} says, found {actual}; {_REMEDY}"
             )
-    for name, sha256 in _named(archive, folder, assembly, engines):
+    for name, sha256 in _named_files(archive, folder, assembly, engines):
         if name not in archive.members or archive.members[name].sha256 != sha256:
             raise InputError(
                 f"{archive.path}: expected {name} of sha256 {sha256}, which a manifest in it names, found none; "
@@ -138,9 +137,12 @@ def _check_named(archive: Archive, folder: Path) -> None:
             )
 
 
-def _named(archive: Archive, folder: Path, assembly: Assembly, engines: EngineSetManifest) -> Iterator[tuple[str, str]]:
+def _named_files(
+    archive: Archive, folder: Path, assembly: Assembly, engines: EngineSetManifest
+) -> Iterator[tuple[str, str]]:
     """Yield name and sha256 of each file that a manifest names."""
-    yield from ((f"engines/{entry.file}", entry.sha256) for entry in engines.engines.values())
+    for engine in engines.engines.values():
+        yield f"engines/{engine.file}", engine.sha256
     for text in (assembly.tokenizer, assembly.chat_template):
         if text:
             yield f"graphs/{text.file}", text.sha256
@@ -149,16 +151,18 @@ def _named(archive: Archive, folder: Path, assembly: Assembly, engines: EngineSe
             yield f"weights/{file.path}", file.sha256
     if ADAPTERS_JSON in archive.members:
         for adapter in AdaptersManifest.load(folder / ADAPTERS_JSON).adapters.values():
-            yield from ((f"adapters/{adapter.folder}/{file.path}", file.sha256) for file in adapter.files)
+            for file in adapter.files:
+                yield f"adapters/{adapter.folder}/{file.path}", file.sha256
 
 
 def point_into(archive: Archive, manifest_path: Path, digest: str) -> None:
-    """Rewrite the weights' manifest: its one file is the archive."""
+    """Rewrite the weights' manifest: its tensors lie in the archive, of this sha256."""
     manifest = WeightsManifest.load(manifest_path)
     archive_file = StoredFile(os.path.abspath(archive.path), archive.size, digest)
     tensors = {}
     for name, place in manifest.tensors.items():
         member = archive.members[f"weights/{place.file}"]
+        # Else a damaged manifest would read the bytes of another file of the archive.
         if place.offset + place.length > member.size:
             raise InputError(
                 f"{archive.path}: weights/weights.json: expected tensor {name!r} within its "
@@ -169,7 +173,7 @@ def point_into(archive: Archive, manifest_path: Path, digest: str) -> None:
     WeightsManifest.of(manifest.precision, (archive_file,), tensors, manifest.group_size).save(manifest_path)
 
 
-def _bind(manifest_path: Path, weights: Path) -> Path:
+def _weights_outside(manifest_path: Path, weights: Path) -> Path:
     """Return the manifest of weights outside the bundle: `weights`, or the bundle's with paths in that folder."""
     if weights.is_file():
         return weights

@@ -15,11 +15,8 @@ from lockstep.artifacts.weights import WeightsManifest
 from lockstep.bundle.archive import About, BundledLimits, BundledTarget, Entry, write_archive
 from lockstep.errors import InputError
 from lockstep.manifests.digest_cache import digest
-from lockstep.provenance.statements import read_statement
+from lockstep.provenance.statements import stated
 from lockstep.targets import Limits, Results, Target
-
-WEIGHTS = "weights"
-ADAPTERS = "adapters"
 
 
 def pack(results: Results, target: Target, limits: Limits, out: Path, with_weights: bool = False) -> Path:
@@ -42,7 +39,7 @@ def pack(results: Results, target: Target, limits: Limits, out: Path, with_weigh
 
 def _engines(results: Results, target: Target) -> Iterator[Entry]:
     manifest = results.engines(target.model, target.precision, target.backend)
-    yield from _stated(manifest, "engines")
+    yield from _with_statement(manifest, "engines")
     for _, entry in sorted(EngineSetManifest.load(manifest).engines.items()):
         yield _file(f"engines/{entry.file}", manifest.parent / entry.file, entry.sha256)
 
@@ -50,7 +47,7 @@ def _engines(results: Results, target: Target) -> Iterator[Entry]:
 def _graphs(results: Results, target: Target) -> Iterator[Entry]:
     """Yield the assembly, the tokenizer and the chat template. Graphs are not needed to run engines."""
     manifest = results.assembly(target.model, target.precision)
-    yield from _stated(manifest, "graphs")
+    yield from _with_statement(manifest, "graphs")
     assembly = Assembly.load(manifest)
     for entry in (assembly.tokenizer, assembly.chat_template):
         if entry is not None:
@@ -60,11 +57,11 @@ def _graphs(results: Results, target: Target) -> Iterator[Entry]:
 def _weights(results: Results, target: Target, inside: bool) -> Iterator[Entry]:
     path = results.weights(target.model, target.precision)
     manifest = WeightsManifest.load(path)
-    names = [os.path.basename(file.path) for file in manifest.files]
-    yield Entry.of_bytes(f"{WEIGHTS}/weights.json", manifest.moved(os.path.basename).to_bytes())
+    # In results the files may lie anywhere, as a checkpoint's; in a bundle they lie next to the manifest.
+    yield Entry.of_bytes("weights/weights.json", manifest.moved(os.path.basename).to_bytes())
     if inside:
-        for file, name in zip(manifest.files, names):
-            yield _file(f"{WEIGHTS}/{name}", path.parent / file.path, file.sha256)
+        for file in manifest.files:
+            yield _file(f"weights/{os.path.basename(file.path)}", path.parent / file.path, file.sha256)
 
 
 def adapter_entries(path: Path) -> Iterator[Entry]:
@@ -76,17 +73,12 @@ def adapter_entries(path: Path) -> Iterator[Entry]:
         source = adapter.source if adapter.commit else name
         moved[name] = replace(adapter, folder=str(number), source=source)
         for file in adapter.files:
-            yield _file(f"{ADAPTERS}/{number}/{file.path}", manifest.folder_of(path, name) / file.path, file.sha256)
-    yield Entry.of_bytes(f"{ADAPTERS}/adapters.json", AdaptersManifest(moved).to_bytes())
+            yield _file(f"adapters/{number}/{file.path}", manifest.folder_of(path, name) / file.path, file.sha256)
+    yield Entry.of_bytes("adapters/adapters.json", AdaptersManifest(moved).to_bytes())
 
 
-def _stated(manifest: Path, folder: str) -> Iterator[Entry]:
-    statement = read_statement(manifest) if manifest.is_file() else None
-    if statement is None:
-        raise InputError(
-            f"{manifest}: expected a manifest and the statement of how it was made, found none; run `lockstep run`"
-        )
-    yield _file(f"{folder}/{manifest.name}", manifest, statement.outputs[manifest.name])
+def _with_statement(manifest: Path, folder: str) -> Iterator[Entry]:
+    yield _file(f"{folder}/{manifest.name}", manifest, stated(manifest).outputs[manifest.name])
     path = statement_path(manifest)
     yield _file(f"{folder}/{path.name}", path, digest(path))
 

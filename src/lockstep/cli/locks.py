@@ -161,7 +161,7 @@ def _verify_bundles(bundles: list[Path], keys: tuple[Path, ...], as_json: bool) 
                 entry["signer"] = signature.verify(bundle, keys)
                 line += f", signed by {entry['signer']}"
             else:
-                signature.check_contents(bundle)
+                signature.read_engine_statement(bundle)
         checked.append(entry)
         if not as_json:
             click.echo(line)

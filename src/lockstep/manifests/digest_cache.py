@@ -21,9 +21,7 @@ from lockstep.errors import InputError
 
 LARGE = 16 << 20  # bytes, hashed in about 10 ms: for smaller files a cache would save no noticeable time
 THREADS = min(8, os.cpu_count() or 1)
-
-
-_stamps: dict[str, tuple[dict[str, int], str]] = {}  # states and digests of files that are not hashed, by path
+_stamps: dict[str, tuple[dict[str, int], str]] = {}  # {path: state and stamp} of files that this process never hashes
 
 
 @dataclass(frozen=True)
@@ -57,12 +55,12 @@ def digest(path: str | os.PathLike, deep: bool = False) -> str:
 
 
 def stamp(path: str | os.PathLike) -> str:
-    """Return a digest of a file's size, inode and times: this process accepts it as the file's while these stay."""
+    """Return a digest of a file's size, inode and times, which `check_files` takes for the file's while these stay."""
     path = os.path.realpath(path)
     state = _state(path)
-    digest = sha256_json(state)
-    _stamps[path] = state, digest
-    return digest
+    sha256 = sha256_json(state)
+    _stamps[path] = state, sha256
+    return sha256
 
 
 def remember(path: str | os.PathLike, sha256: str) -> None:
@@ -82,7 +80,7 @@ def check_files(files: Iterable[Expected], remedy: str) -> None:
     for file in files:
         check_size(file.path, file.size, remedy)
     files = [file for file in files if not _is_stamped(file)]
-    with ThreadPoolExecutor(THREADS) as pool:  # hashlib lets go of the interpreter lock
+    with ThreadPoolExecutor(THREADS) as pool:  # hashlib releases the interpreter's lock
         digests = list(pool.map(lambda file: digest(file.path), files))
     for file, sha256 in zip(files, digests):
         if sha256 != file.sha256:
@@ -123,10 +121,8 @@ def size_of(path: str | os.PathLike) -> int | None:
 
 
 def _state(path: str) -> dict[str, int]:
-    """Return size, inode and times of a file, one of which changes with its content.
-
-    Two times: a program may set back the first, but not the second.
-    """
+    """Return size, inode and times of a file, one of which changes with its content."""
+    # Two times, for a program may set back that of the content (mtime), but not that of the inode (ctime).
     stat = check_file(path)
     return {"size": stat.st_size, "inode": stat.st_ino, "mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns}
 
@@ -137,13 +133,13 @@ def user_cache(*parts: str) -> Path:
     return Path(base, "lockstep", *parts)
 
 
-def _place(path: str) -> Path:
+def _entry_path(path: str) -> Path:
     return user_cache("seen", f"{hashlib.sha256(os.fsencode(path)).hexdigest()}.json")
 
 
 def _recall(path: str, state: dict[str, int]) -> str | None:
     try:
-        entry = read_json(_place(path), formats.SEEN)
+        entry = read_json(_entry_path(path), formats.SEEN)
     except (InputError, OSError):
         return None  # no entry yet, or a damaged one: the file is hashed again
     if entry.get("path") != path or entry.get("state") != state:
@@ -153,6 +149,6 @@ def _recall(path: str, state: dict[str, int]) -> str | None:
 
 def _keep(path: str, state: dict[str, int], sha256: str) -> None:
     try:
-        write_json(_place(path), {"format": formats.SEEN, "path": path, "state": state, "sha256": sha256})
+        write_json(_entry_path(path), {"format": formats.SEEN, "path": path, "state": state, "sha256": sha256})
     except (InputError, OSError, UnicodeError):
         pass  # no home, a full disk: it is hashed again next time

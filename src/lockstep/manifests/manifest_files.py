@@ -16,7 +16,7 @@ from lockstep.artifacts.files import read_json, sha256_json
 from lockstep.errors import InputError
 from lockstep.manifests.digest_cache import Expected, digest, size_of
 
-_NAMES = ("file", "graph", "path")
+_NAMES = ("file", "graph", "path")  # keys of a file's name, next to its "sha256"
 # {format: keys that are no content: paths and origins, and the CPU of the builder}.
 _NO_CONTENT = {
     formats.CHECKPOINT: ("source", "folder", "commit"),
@@ -49,12 +49,13 @@ def named_files(manifest: str | os.PathLike) -> list[Expected]:
     """
     manifest = Path(manifest)
     value = read_json(manifest)
+    kind = value.get("format") if isinstance(value, dict) else None
     with manifest_entries(manifest):
         folder = manifest.parent
-        if isinstance(value, dict) and value.get("format") == formats.CHECKPOINT:
+        if kind == formats.CHECKPOINT:
             folder = folder / value["folder"]
         files: dict[str, Expected] = {}
-        if isinstance(value, dict) and value.get("format") == formats.ADAPTERS:
+        if kind == formats.ADAPTERS:
             for adapter in value["adapters"].values():
                 for name, sha256, size in _named(adapter["files"]):
                     path = str(Path(adapter["folder"]) / name)
@@ -67,7 +68,7 @@ def named_files(manifest: str | os.PathLike) -> list[Expected]:
 
 @contextlib.contextmanager
 def manifest_entries(manifest: Path) -> Iterator[None]:
-    """Raise InputError, naming the manifest, for an entry that is absent or mistyped: for code that does not check."""
+    """Raise InputError, naming the manifest, where the body, which checks none, meets an absent or mistyped entry."""
     try:
         yield
     except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
@@ -82,10 +83,11 @@ def manifest_entries(manifest: Path) -> Iterator[None]:
 def _named(value: Any) -> Iterator[tuple[str, str, int | None]]:
     """Yield (name, sha256, size or None) of each object with a sha256 and a file name."""
     if isinstance(value, dict):
-        if isinstance(value.get("sha256"), str):
-            yield from (
-                (value[key], value["sha256"], value.get("size")) for key in _NAMES if isinstance(value.get(key), str)
-            )
+        sha256 = value.get("sha256")
+        if isinstance(sha256, str):
+            for key in _NAMES:
+                if isinstance(value.get(key), str):
+                    yield value[key], sha256, value.get("size")
         value = list(value.values())
     if isinstance(value, list):
         for item in value:

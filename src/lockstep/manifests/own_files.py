@@ -21,7 +21,7 @@ from lockstep.manifests.manifest_files import named_files
 
 @contextlib.contextmanager
 def replacing(manifest: Path, names: Collection[str]) -> Iterator[list[Path]]:
-    """List the files that are being written to the manifest's folder while the body writes them and the manifest.
+    """Keep a list of the files that the body writes to the manifest's folder, until it has written the manifest.
 
     Yields the stale files of an earlier manifest, and raises, as `stale_files`. Where the body fails, files that no
     manifest names are deleted.
@@ -48,7 +48,7 @@ def stale_files(manifest: Path, names: Collection[str]) -> list[Path]:
     own_names = _strings(manifest) | _strings(_list_of_writes(manifest))
     for name in sorted(names):
         path = manifest.with_name(name)
-        if name not in own_names and (path.is_file() or path.is_symlink()):  # writing to a folder fails later
+        if name not in own_names and (path.is_file() or path.is_symlink()):  # to write to a folder fails by itself
             raise InputError(
                 f"{path}: expected to write a file here, found one that no earlier {manifest.name} names; choose "
                 "another folder, or delete the file"
@@ -58,9 +58,9 @@ def stale_files(manifest: Path, names: Collection[str]) -> list[Path]:
 
 
 def clear_unnamed(manifest: Path, is_left: Callable[[Path], bool]) -> None:
-    """Delete the leftovers of killed stages in the folder of a manifest, which no other program writes to.
+    """Delete what killed stages left in the folder of a manifest, which no other program writes to.
 
-    is_left: whether a file that the manifest does not name is one of them. Temporary files and folders are.
+    is_left: whether a file that the manifest does not name is of such a stage. Temporary files and folders are.
     """
     current = _own_files(manifest) | {manifest.name}
     if not manifest.parent.is_dir():
@@ -87,9 +87,9 @@ def _list_of_writes(manifest: Path) -> Path:
 
 
 def _strings(path: Path) -> set[str]:
-    """Return all strings of a JSON document; none where it cannot be read.
+    """Return all strings of a JSON document, of which some are file names; none where it cannot be read.
 
-    Not only its file names: the manifest may be of another version, or edited.
+    Where the file names stand is not asked: the manifest may be of another version, or edited.
     """
 
     def walk(value: Any) -> Iterator[str]:

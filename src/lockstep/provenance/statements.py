@@ -139,5 +139,15 @@ def read_statement(output: Path) -> Statement | None:
     return statement
 
 
+def stated(manifest: Path) -> Statement:
+    """Return the statement of the manifest. Raises InputError where one of both is missing, or is of another file."""
+    statement = read_statement(manifest)
+    if statement is None:
+        raise InputError(
+            f"{manifest}: expected a manifest and the statement of how it was made, found none; run `lockstep run`"
+        )
+    return statement
+
+
 def statement_paths(folder: Path) -> list[Path]:
     return sorted(folder.rglob(f"*{SUFFIX}"))

@@ -21,9 +21,10 @@ from lockstep.errors import CheckError, InputError
 from lockstep.provenance.lock import Lock, Published
 from lockstep.publish.dsse import PAYLOAD_TYPE
 from lockstep.publish.registry import Descriptor, Index, Manifest, Reference, Repository
-from lockstep.publish.signature import check_contents, envelope_path, signature_path
+from lockstep.publish.signature import envelope_path, read_engine_statement, signature_path
 from lockstep.targets import Target
 
+# Media types of ModelPack: engines are its code, tokenizers and manifests its text.
 _MODEL = "application/vnd.cncf.model"
 ARTIFACT = f"{_MODEL}.manifest.v1+json"
 CONFIG = f"{_MODEL}.config.v1+json"
@@ -51,7 +52,7 @@ class Pushed:
 
 def push(bundle: Path, reference: Reference, plain_http: bool = False) -> Pushed:
     """Push a bundle and its signed files. Its bytes are checked first; the same bundle is the same manifest."""
-    check_contents(bundle)
+    read_engine_statement(bundle)  # for its checks
     archive = read_archive(bundle)
     repository = Repository(reference, plain_http)
     with tarfile.open(bundle) as tar:
@@ -166,12 +167,12 @@ def _attached(repository: Repository, digest: str) -> dict[str, bytes]:
         kind = entry.artifact_type
         if kind not in ATTACHED:
             continue
-        signed = repository.get_manifest(entry.digest, f"{kind} of one layer")
-        if signed is None:
+        expected = f"{kind} of one layer"
+        signed = repository.get_manifest(entry.digest, expected)
+        if signed is None:  # it has been deleted, and is listed still
             continue
         manifest, _ = signed
         if len(manifest.layers) != 1:
-            expected = f"{kind} of one layer"
             raise InputError(
                 f"{repository.reference}: expected {expected}, found {len(manifest.layers)}; sign it again"
             )

@@ -44,7 +44,7 @@ def _key(path: Path, load: Callable[[bytes], Any], what: str, remedy: str) -> An
         key = load(path.read_bytes())
     except (FileNotFoundError, IsADirectoryError):
         raise InputError(f"{path}: expected {what}, found no file; {remedy}") from None
-    except (ValueError, TypeError):  # a TypeError: it is encrypted
+    except (ValueError, TypeError):  # TypeError: the key is encrypted
         raise InputError(f"{path}: expected {what}, found something else; {remedy}") from None
     if getattr(getattr(key, "curve", None), "name", None) not in _CURVES:
         raise InputError(f"{path}: expected a key on {', '.join(_CURVES)}, found another; {remedy}")

@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
 
 from lockstep.errors import InputError
 
@@ -33,7 +32,7 @@ def basic_login(host: str) -> str | None:
     except (OSError, ValueError, AttributeError) as error:
         raise InputError(f"{path}: expected what `docker login` writes, found: {error}; log in again") from None
     if helper is not None:
-        return _of_helper(helper, names[0] if names else host)
+        return _ask_helper(helper, next(iter(names), host))
     for name in names:
         if auth := entries[name].get("auth"):
             return auth
@@ -48,13 +47,14 @@ def api_host(name: str) -> str:
     return host
 
 
-def _of_helper(helper: str, name: str) -> str | None:
+def _ask_helper(helper: str, name: str) -> str | None:
+    """Run docker's credential helper. It answers with JSON, and fails for a registry without a login."""
     command = [f"docker-credential-{helper}", "get"]
     try:
-        done = subprocess.run(command, input=name, capture_output=True, text=True, timeout=_TIMEOUT)
-        credentials: dict[str, Any] = {}
-        if done.returncode == 0:
-            credentials = json.loads(done.stdout)
+        process = subprocess.run(command, input=name, capture_output=True, text=True, timeout=_TIMEOUT)
+        if process.returncode != 0:
+            return None
+        credentials = json.loads(process.stdout)
         if not credentials:
             return None
         login = f"{credentials['Username']}:{credentials['Secret']}"

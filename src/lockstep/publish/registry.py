@@ -82,7 +82,7 @@ class Manifest(JsonObject):
 
     COMPUTED: ClassVar[Mapping[str, str]] = {"mediaType": "media_type", "schemaVersion": "version"}
     media_type: ClassVar[str] = IMAGE_MANIFEST
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 2  # of the schema, as OCI has it
     artifact_type: Annotated[str, Key("artifactType")]
     config: Descriptor
     layers: tuple[Descriptor, ...]
@@ -191,14 +191,14 @@ class Repository:
         data = self._manifest_data(name)
         if data is None:
             return None
-        return self._parse(Manifest, data, what), sha256_digest(data)
+        return self._parse(Manifest, data, what), sha256_digest(data)  # of the bytes as sent, not of JSON
 
     def get_referrers(self, digest: str) -> tuple[Descriptor, ...]:
         """Return the referrers of a manifest, by the API, or by the tag that registries without it use."""
         response = self._call("GET", f"{self._path}/referrers/{digest}", accept_missing=True)
         if response:
             data: bytes | None = self._read(response)
-        else:
+        else:  # a registry older than OCI 1.1
             data = self._manifest_data(digest.replace(":", "-"))
         if not data:
             return ()
@@ -253,7 +253,7 @@ class Repository:
         except urllib.error.HTTPError as error:
             if error.code == 404 and accept_missing:
                 return None
-            if error.code == 401 and not is_second:
+            if error.code == 401 and not is_second:  # registries say only now how to log in, and tokens expire
                 self._authorization = self._authorize(error.headers.get("WWW-Authenticate", ""))
                 return self._call(method, path, data, headers, accept_missing, is_second=True)
             remedy = "; run `docker login`" if error.code in (401, 403) else ""
@@ -261,7 +261,7 @@ class Repository:
                 f"{self.reference}: expected the registry to accept {method}, found {error.code} {error.reason}: "
                 f"{self._answer(error)}{remedy}"
             ) from None
-        except (OSError, HTTPException, ValueError) as error:  # the last of a URL
+        except (OSError, HTTPException, ValueError) as error:  # ValueError: no valid URL
             reason = getattr(error, "reason", error)
             raise InputError(f"{self.reference}: expected a registry at {self._base}, found: {reason}") from None
 

@@ -11,7 +11,6 @@ import hashlib
 import importlib.metadata
 import json
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
@@ -28,12 +27,11 @@ from packageurl import PackageURL
 from lockstep import __version__
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.engines import EngineSetManifest
-from lockstep.artifacts.statement import BuildKey, libraries
+from lockstep.artifacts.statement import libraries
 from lockstep.artifacts.weights import WeightsManifest
-from lockstep.errors import InputError
 from lockstep.manifests.digest_cache import digest
 from lockstep.manifests.manifest_files import named_files
-from lockstep.provenance.statements import purl, read_statement
+from lockstep.provenance.statements import purl, stated
 from lockstep.targets import Results, Target
 
 _PROPERTY = "lockstep:"
@@ -58,9 +56,10 @@ def bill(results: Results, target: Target) -> str:
     bom = Bom(metadata=BomMetaData(component=model, tools=ToolRepository(components=[tool])))
     bom.components.add(origin)
     for kind, path in stages.items():
-        used = [library_component(*library) for library in libraries(_key(path))]
+        used = [library_component(*library) for library in libraries(stated(path).key)]
         bom.components.update(used)
-        for name, sha256 in _files(path):
+        files = {path.name: digest(path), **{file.path.name: file.sha256 for file in named_files(path)}}
+        for name, sha256 in files.items():
             file = _file(f"{kind}/{name}", sha256)
             bom.components.add(file)
             bom.register_dependency(file, [origin, *used])
@@ -72,7 +71,7 @@ def _text(bom: Bom, checkpoint: CheckpointManifest) -> str:
     """Return the document, with the model card that the library lacks and without the time that it adds."""
     document = json.loads(JsonV1Dot7(bom).output_as_string())
     del document["metadata"]["timestamp"]
-    del document["serialNumber"]
+    del document["serialNumber"]  # a random one: below it is computed from the document
     architectures = checkpoint.config.get("architectures") or [checkpoint.model_type]
     document["metadata"]["component"]["modelCard"] = {
         "modelParameters": {
@@ -85,21 +84,6 @@ def _text(bom: Bom, checkpoint: CheckpointManifest) -> str:
     }
     document["serialNumber"] = f"urn:uuid:{uuid.uuid5(uuid.NAMESPACE_URL, json.dumps(document, sort_keys=True))}"
     return json.dumps(document, indent=2, sort_keys=True) + "\n"
-
-
-def _key(manifest: Path) -> BuildKey:
-    statement = read_statement(manifest) if manifest.is_file() else None
-    if statement is None:
-        raise InputError(
-            f"{manifest}: expected it with the statement of how it was made, found none; run `lockstep run` first"
-        )
-    return statement.key
-
-
-def _files(manifest: Path) -> Iterator[tuple[str, str]]:
-    yield manifest.name, digest(manifest)
-    for file in named_files(manifest):
-        yield file.path.name, file.sha256
 
 
 def _file(name: str, sha256: str) -> Component:
@@ -119,23 +103,22 @@ def library_component(name: str, version: str, url: str) -> Component:
     archive = json.loads(package.read_text("direct_url.json") or "{}").get("archive_info", {})
     for algorithm, value in archive.get("hashes", {}).items():
         component.hashes.add(HashTypeFactory().from_composite_str(f"{algorithm}:{value}"))
-    component.properties.add(Property(name=f"{_PROPERTY}RECORD-sha256", value=_files_of(package)))
+    component.properties.add(Property(name=f"{_PROPERTY}RECORD-sha256", value=_record_sha256(package)))
     component.licenses.update(_licenses(package.metadata))
     return component
 
 
-def _files_of(package: importlib.metadata.Distribution) -> str:
+def _record_sha256(package: importlib.metadata.Distribution) -> str:
     """Return the sha256 of the lines of a package's RECORD that its wheel has too, sorted.
 
     They list each file with its digest. Lines that the installer adds differ between machines: programs, bytecode.
     """
-    lines = (package.read_text("RECORD") or "").splitlines()
-    wheel_lines = [line for line in lines if ",sha256=" in line and not _is_by_installer(line.partition(",")[0])]
+    wheel_lines = []
+    for line in (package.read_text("RECORD") or "").splitlines():
+        path = line.partition(",")[0]
+        if ",sha256=" in line and not path.startswith("..") and not path.endswith(_BY_INSTALLER):
+            wheel_lines.append(line)
     return hashlib.sha256("\n".join(sorted(wheel_lines)).encode()).hexdigest()
-
-
-def _is_by_installer(path: str) -> bool:
-    return path.startswith("..") or path.endswith(_BY_INSTALLER)
 
 
 def _licenses(metadata: importlib.metadata.PackageMetadata) -> list[License]:
@@ -143,7 +126,7 @@ def _licenses(metadata: importlib.metadata.PackageMetadata) -> list[License]:
     factory = LicenseFactory()
     for field in ("License-Expression", "License"):
         for text in metadata.get_all(field) or []:
-            if "\n" not in text:  # else the licence's whole text
+            if "\n" not in text:  # several lines are the licence's whole text
                 return [factory.make_from_string(text)]
     classifiers = [text for text in metadata.get_all("Classifier") or [] if text.startswith("License ::")]
     return [factory.make_from_string(text.rpartition(" :: ")[2]) for text in classifiers]
@@ -153,7 +136,7 @@ def card_licenses(folder: Path) -> list[License]:
     """Return the licence in the front matter of a checkpoint's card; none without one."""
     try:
         before, front, _ = (folder / _CARD).read_text().split("---\n", 2)
-        if before:
+        if before:  # a rule of the text, not front matter, which opens the file
             return []
         card = yaml.safe_load(front)
         name = card["license"]

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
-from lockstep.bundle import archive as archives
-from lockstep.bundle.archive import read_archive
+from lockstep.bundle.archive import check_contents, read_archive
 from lockstep.errors import CheckError, InputError
 from lockstep.publish import dsse
 
@@ -34,16 +33,16 @@ def sign(bundle: Path, key: Path) -> list[Path]:
 
     dsse.private_key(key)  # for its messages: the library shows a traceback
     Config().use_elliptic_key_signer(private_key=key).sign(bundle, signature_path(bundle))
-    return [signature_path(bundle), dsse.write_envelope(envelope_path(bundle), check_contents(bundle), key)]
+    return [signature_path(bundle), dsse.write_envelope(envelope_path(bundle), read_engine_statement(bundle), key)]
 
 
-def check_contents(bundle: Path) -> dict[str, Any]:
-    """Check every byte of a bundle, and return the statement of its engines.
+def read_engine_statement(bundle: Path) -> dict[str, Any]:
+    """Return the statement of a bundle's engines, after a check of every byte.
 
     Raises InputError, which names the file, for one that is not of its digest.
     """
     archive = read_archive(bundle)
-    archives.check_contents(archive)
+    check_contents(archive)
     if _STATEMENT not in archive.members:
         raise InputError(f"{bundle}: expected {_STATEMENT}, found none; make the bundle again")
     with tarfile.open(bundle) as tar, cast(IO[bytes], tar.extractfile(_STATEMENT)) as file:
@@ -55,7 +54,7 @@ def verify(bundle: Path, keys: Sequence[Path]) -> str:
 
     keys: public keys, one of which must have signed. Raises InputError and CheckError.
     """
-    statement = check_contents(bundle)
+    statement = read_engine_statement(bundle)
     signature = signature_path(bundle)
     if not signature.is_file():
         raise InputError(
