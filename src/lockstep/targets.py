@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import overload
 
-MOST_RANKS = 16  # that a model is split over
+MAX_RANKS = 16  # that a model is split over
 
 
 @dataclass(frozen=True)

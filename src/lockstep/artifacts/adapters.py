@@ -21,9 +21,9 @@ IDS = "adapter_ids"  # the input of a block: each token's adapter slot, -1 for n
 # The ends of names of the inputs that adapters' matrices are written to.
 A_SUFFIX = ".lora_A"
 B_SUFFIX = ".lora_B"
-BETWEEN = " + "  # the parts of an engine's slot, in its name
-MOST_ADAPTERS = 256  # resident together
-# Parts of 128: sums over the ranks of all slots may be cut at multiples of it, and an adapter must be in one piece.
+BETWEEN = " + "  # stands between the parts of an engine's slot, in its name
+MAX_ADAPTERS = 256  # resident together
+# Divisors of 128: kernels may cut a sum over all slots' ranks at its multiples, and an adapter must be in one piece.
 RANKS = (8, 16, 32, 64, 128)
 
 
@@ -76,13 +76,13 @@ class LoraSlots:
     slot is that of its integers.
     """
 
-    max_adapters: Annotated[int, integers(1, MOST_ADAPTERS)]
+    max_adapters: Annotated[int, integers(1, MAX_ADAPTERS)]
     max_lora_rank: Annotated[int, integers(RANKS[0], RANKS[-1])]
     classes: Mapping[Name, Mapping[Name, LoraSlot]]
 
     @property
     def columns(self) -> int:
-        """Return the rows of all resident adapters' matrices together."""
+        """Return how many columns each lora_A input has, and rows each lora_B input: the ranks of all slots."""
         return self.max_adapters * self.max_lora_rank
 
     def names(self, graph: str) -> frozenset[str]:
@@ -149,7 +149,7 @@ class Adapter:
         """Return the hex sha256 of all that decides what the adapter computes."""
         tensors = next(file.sha256 for file in self.files if file.path == WEIGHTS)
         content: dict[str, Any] = {"tensors": tensors, "scale": self.scale}
-        # Only if there are some: locks have the digests of adapters without them.
+        # Written only where there are some, as older locks have digests from before there were any.
         if self.scales:
             content["scales"] = dict(self.scales)
         return sha256_json(content)

@@ -24,17 +24,18 @@ Values = dict[str, tuple[str, list[int | str]]]  # {name: (dtype, shape)} of the
 
 def validate_assembly(assembly: Assembly, num_layers: Any) -> None:
     """Raise ValidationError where the assembly does not fit together. num_layers: what its file says."""
-    _same("num_layers", num_layers, assembly.num_layers)
+    _expect("num_layers", num_layers, assembly.num_layers)
     if not assembly.layers[-1].exits:
         raise ValidationError(f"layers[{len(assembly.layers) - 1}].exit", "an exit after the last layer", None)
-    _same("dtype", COMPUTE_NAMES[assembly.precision], assembly.dtype)
-    _same("quantization", assembly.quantization is not None, assembly.precision in QUANTIZATIONS)
+    _expect("dtype", COMPUTE_NAMES[assembly.precision], assembly.dtype)
+    _expect("quantization", assembly.quantization is not None, assembly.precision in QUANTIZATIONS)
     if assembly.quantization is not None:
-        _same("quantization: a scale a row", assembly.quantization.group_size == ROW, is_fp8(assembly.precision))
+        _expect("quantization: a scale a row", assembly.quantization.group_size == ROW, is_fp8(assembly.precision))
     for name, variant in assembly.variants.items():
         _check_variant(f"kinds.{name}", variant, assembly.dtype)
     for name, mixer in assembly.state_mixers.items():
-        _same(f"state_mixers.{name}", name in assembly.variants, False)
+        if name in assembly.variants:  # layers name both alike
+            raise ValidationError(f"state_mixers.{name}", "a name that no attention has", name)
         _check_state_mixer(f"state_mixers.{name}", mixer)
     values: Values = {
         "token_ids": ("int64", ["num_tokens"]),
@@ -45,33 +46,32 @@ def validate_assembly(assembly: Assembly, num_layers: Any) -> None:
         values[IDS] = ("int64", ["num_tokens"])
         _check_adapters(assembly, assembly.adapters)
     # From here on in the order of a step: each block adds its outputs to the values that later ones may read.
-    _run(assembly, "embedding", assembly.embedding, values)
-    _same("embedding: dtype", values.get("hidden", ("",))[0], assembly.hidden_dtype)
-    _same("hidden_size", values.get("hidden", ("", [None]))[1], ["num_tokens", assembly.hidden_size])
+    _check_block(assembly, "embedding", assembly.embedding, values)
+    _expect("embedding: dtype", values.get("hidden", ("",))[0], assembly.hidden_dtype)
+    _expect("hidden_size", values.get("hidden", ("", [None]))[1], ["num_tokens", assembly.hidden_size])
     for index, layer in enumerate(assembly.layers):
-        _run(assembly, f"layers[{index}].block", layer.block, values)
-        _mix(f"layers[{index}].kind", _named(assembly.mixers, layer.variant, f"layers[{index}].kind"), values)
+        _check_block(assembly, f"layers[{index}].block", layer.block, values)
+        _check_mixer(f"layers[{index}].kind", _look_up(assembly.mixers, layer.variant, f"layers[{index}].kind"), values)
         for number, exit in enumerate(layer.exits):
-            # A copy: a model that ends here runs this exit, any other goes on with the next layer instead.
-            at_end = dict(values)
-            place = "exit"
-            if number:
-                place = f"later_exits[{number - 1}]"
-            _run(assembly, f"layers[{index}].{place}", exit, at_end)
-            _same("vocab_size", at_end.get("logits", ("", [None]))[1], ["num_requests", assembly.vocab_size])
+            # A copy: a model that ends here runs this exit, any other continues with the next layer instead.
+            values_at_exit = dict(values)
+            place = f"later_exits[{number - 1}]" if number else "exit"
+            _check_block(assembly, f"layers[{index}].{place}", exit, values_at_exit)
+            logits_shape = values_at_exit.get("logits", ("", [None]))[1]
+            _expect("vocab_size", logits_shape, ["num_requests", assembly.vocab_size])
     if assembly.tensor_parallel is not None:
-        _check_ranks(assembly, assembly.tensor_parallel)
+        _check_tensor_parallel(assembly, assembly.tensor_parallel)
 
 
-def _run(assembly: Assembly, where: str, part: BoundBlock, values: Values) -> None:
-    """Check a block's inputs against `values`, and add its outputs to them."""
-    signature = _named(assembly.classes, part.graph, f"{where}.class").signature
-    _same(f"{where}.slots", sorted(part.slots), sorted(slot.name for slot in signature.slots))
-    _unique(f"classes.{part.graph}", signature)
+def _check_block(assembly: Assembly, where: str, part: BoundBlock, values: Values) -> None:
+    """Compare a block's inputs with `values`, and add its outputs to them."""
+    signature = _look_up(assembly.classes, part.graph, f"{where}.class").signature
+    _expect(f"{where}.slots", sorted(part.slots), sorted(slot.name for slot in signature.slots))
+    _require_unique_names(f"classes.{part.graph}", signature)
     written = assembly.adapters.names(part.graph) if assembly.adapters else ()
     for io in signature.inputs:
         if io.name not in written:
-            _same(f"classes.{part.graph}: {io.name}", _type(io), values.get(io.key))
+            _expect(f"classes.{part.graph}: {io.name}", _type(io), values.get(io.key))
     for io in signature.outputs:
         # The runtime sizes a block's output buffers by its number of rows alone.
         if (
@@ -88,31 +88,32 @@ def _run(assembly: Assembly, where: str, part: BoundBlock, values: Values) -> No
 def _check_adapters(assembly: Assembly, adapters: LoraSlots) -> None:
     """Check that blocks have the inputs of adapters, of their linear layers' sizes."""
     for name, slots in adapters.classes.items():
-        signature = _named(assembly.classes, name, "adapters.classes").signature
+        signature = _look_up(assembly.classes, name, "adapters.classes").signature
         inputs = {io.name: io for io in signature.inputs}
         weights = {slot.name: slot for slot in signature.slots}
         for slot, entry in slots.items():
             where = f"adapters.classes.{name}.{slot}"
-            shape = list(_named(weights, slot, where).shape)
+            shape = list(_look_up(weights, slot, where).shape)
             sizes = [entry.out_features, entry.in_features]
             # Integers are packed [out_features, num_groups, bytes]: count the numbers, not the bytes.
             if assembly.quantization is not None and is_data(slot) and len(shape) == 3:
                 rows, groups, _ = (int(size) for size in shape)
                 shape = [rows, groups * assembly.quantization.group_size]
             # Sorted, since GPT-2 holds its weights as [in_features, out_features].
-            _same(where, sorted(shape), sorted(sizes))
+            _expect(where, sorted(shape), sorted(sizes))
             for key in (entry.a, entry.b):
-                _same(f"{where}: dtype", _named(inputs, key, where).dtype, assembly.dtype)
+                _expect(f"{where}: dtype", _look_up(inputs, key, where).dtype, assembly.dtype)
         for key, expected in adapters.shapes(name):
-            _same(f"adapters.classes.{name}: {key}", list(inputs[key].shape), list(expected))
+            _expect(f"adapters.classes.{name}: {key}", list(inputs[key].shape), list(expected))
 
 
-def _mix(where: str, mixer: TokenMixer, values: Values) -> None:
+def _check_mixer(where: str, mixer: TokenMixer, values: Values) -> None:
+    """Compare the inputs of a layer's attention or state mixer with `values`, and add its output to them."""
     for phase, graph in mixer.phases().items():
         for io in graph.signature.inputs:
             if not io.name.startswith("past_"):  # these come from the cache
-                _same(f"{where}: {phase}: {io.name}", _of_tokens(io), values.get(io.name))
-    values["attention"] = _of_tokens(next(io for io in mixer.decode.signature.outputs if io.name == "attention"))
+                _expect(f"{where}: {phase}: {io.name}", _type_by_token(io), values.get(io.name))
+    values["attention"] = _type_by_token(next(io for io in mixer.decode.signature.outputs if io.name == "attention"))
 
 
 def _check_state_mixer(where: str, mixer: StateMixer) -> None:
@@ -120,15 +121,15 @@ def _check_state_mixer(where: str, mixer: StateMixer) -> None:
     for phase, tokens, rows in (("prefill", "num_tokens", 1), ("decode", "num_requests", "num_requests")):
         signature = mixer.phases()[phase].signature
         place = f"{where}.{phase}"
-        _unique(place, signature)
-        _same(f"{place}.inputs", [io.name for io in signature.inputs], [*mixer.inputs, "past_state"])
-        _same(f"{place}.outputs", [io.name for io in signature.outputs], ["attention", "state_out"])
+        _require_unique_names(place, signature)
+        _expect(f"{place}.inputs", [io.name for io in signature.inputs], [*mixer.inputs, "past_state"])
+        _expect(f"{place}.outputs", [io.name for io in signature.outputs], ["attention", "state_out"])
         for io in (*signature.inputs, *signature.outputs):
             expected = io.dtype, [tokens, *io.shape[1:]]
             if io.name in ("past_state", "state_out"):
                 # A state is float32 in every precision: its rounding errors would accumulate over all tokens.
                 expected = "float32", [rows, *mixer.state]
-            _same(f"{place}: {io.name}", _type(io), expected)
+            _expect(f"{place}: {io.name}", _type(io), expected)
 
 
 def _check_variant(where: str, variant: AttentionVariant, dtype: str) -> None:
@@ -152,18 +153,18 @@ def _check_variant(where: str, variant: AttentionVariant, dtype: str) -> None:
             "value_out": [tokens, kv_heads, value_dim],
         }
         signature = variant.phases()[phase].signature
-        _unique(f"{where}.{phase}", signature)
-        _same(f"{where}.{phase}.outputs", sorted(io.name for io in signature.outputs), sorted(outputs))
+        _require_unique_names(f"{where}.{phase}", signature)
+        _expect(f"{where}.{phase}.outputs", sorted(io.name for io in signature.outputs), sorted(outputs))
         for io in (*signature.inputs, *signature.outputs):
-            _same(f"{where}.{phase}: {io.name}", list(io.shape), {**inputs, **outputs}.get(io.name))
+            _expect(f"{where}.{phase}: {io.name}", list(io.shape), {**inputs, **outputs}.get(io.name))
             if io.name in ("past_key", "past_value", "key_out", "value_out"):  # what the cache holds
-                _same(f"{where}.{phase}: {io.name}", io.dtype, dtype)
+                _expect(f"{where}.{phase}: {io.name}", io.dtype, dtype)
 
 
-def _check_ranks(assembly: Assembly, ranks: TensorParallel) -> None:
+def _check_tensor_parallel(assembly: Assembly, ranks: TensorParallel) -> None:
     place = "tensor_parallel"
-    _same(f"{place}.classes", sorted(ranks.classes), sorted(assembly.classes.keys() - {assembly.embedding.graph}))
-    _same(f"{place}.kinds", sorted(ranks.variants), sorted(assembly.variants))
+    _expect(f"{place}.classes", sorted(ranks.classes), sorted(assembly.classes.keys() - {assembly.embedding.graph}))
+    _expect(f"{place}.kinds", sorted(ranks.variants), sorted(assembly.variants))
     for name, sharded_variant in ranks.variants.items():
         variant = assembly.variants[name]
         where = f"{place}.kinds.{name}"
@@ -172,67 +173,73 @@ def _check_ranks(assembly: Assembly, ranks: TensorParallel) -> None:
                 where, f"heads that {ranks.degree} ranks can share", f"{variant.num_heads}, {variant.num_kv_heads}"
             )
         _check_variant(where, sharded_variant, assembly.dtype)
-        _same(f"{where}.num_heads", sharded_variant.num_heads, variant.num_heads // ranks.degree)
-        _same(f"{where}.num_kv_heads", sharded_variant.num_kv_heads, max(1, variant.num_kv_heads // ranks.degree))
+        _expect(f"{where}.num_heads", sharded_variant.num_heads, variant.num_heads // ranks.degree)
+        _expect(f"{where}.num_kv_heads", sharded_variant.num_kv_heads, max(1, variant.num_kv_heads // ranks.degree))
         for key in ("head_dim", "value_head_dim", "scale", "softcap", "window", "sinks"):
-            _same(f"{where}.{key}", getattr(sharded_variant, key), getattr(variant, key))
+            _expect(f"{where}.{key}", getattr(sharded_variant, key), getattr(variant, key))
     for name, sharded in ranks.classes.items():
         _check_pieces(f"{place}.classes.{name}", sharded, assembly.classes[name].signature, ranks)
 
 
-def _check_pieces(where: str, sharded: ShardedClass, signature_of_class: Signature, ranks: TensorParallel) -> None:
-    """Check that a rank's shards are within the whole, and that pieces read the outputs of earlier ones."""
-    ios = {io.name: io for io in (*signature_of_class.inputs, *signature_of_class.outputs)}
-    slots = {slot.name: slot for slot in signature_of_class.slots}
+def _check_pieces(where: str, sharded: ShardedClass, block: Signature, ranks: TensorParallel) -> None:
+    """Check that a rank's shards are within the whole, and that pieces read the outputs of earlier ones.
+
+    block: the signature of the class, whose inputs, outputs and slots are whole.
+    """
+    ios = {io.name: io for io in (*block.inputs, *block.outputs)}
+    slots = {slot.name: slot for slot in block.slots}
     for label, shards, declared in (("values", sharded.values, ios), ("weights", sharded.weights, slots)):
         for name, shard in shards.items():
-            _check_shard(
-                f"{where}.{label}.{name}", shard, _named(declared, name, f"{where}.{label}").shape, ranks.degree
-            )
+            shape = _look_up(declared, name, f"{where}.{label}").shape
+            _check_shard(f"{where}.{label}.{name}", shard, shape, ranks.degree)
     for name in sharded.first:
-        _named(slots, name, f"{where}.first")
-        _same(f"{where}.weights.{name}", name in sharded.weights, False)
-    # Types of a rank's values, while its pieces run in order.
-    values: Values = {io.name: _type(io, sharded.values) for io in signature_of_class.inputs}
+        _look_up(slots, name, f"{where}.first")
+        if name in sharded.weights:
+            raise ValidationError(f"{where}.weights", "no shard of a slot that the first rank takes whole", name)
+    # The values that a rank has while its pieces run in order.
+    values: Values = {io.name: _type(io, sharded.values) for io in block.inputs}
     slots_read: list[str] = []
     for piece in sharded.pieces:
-        signature = _named(ranks.graphs, piece.graph, f"{where}.pieces").signature
+        signature = _look_up(ranks.graphs, piece.graph, f"{where}.pieces").signature
         at = f"tensor_parallel.graphs.{piece.graph}"
-        _unique(at, signature)
+        _require_unique_names(at, signature)
         for slot in signature.slots:
-            _same(f"{at}: {slot.name}", _type(slot), _type(_named(slots, slot.name, at), sharded.weights))
+            _expect(f"{at}: {slot.name}", _type(slot), _type(_look_up(slots, slot.name, at), sharded.weights))
         slots_read += [slot.name for slot in signature.slots]
         for io in signature.inputs:
-            _same(f"{at}: {io.name}", _type(io), values.get(io.name))
+            _expect(f"{at}: {io.name}", _type(io), values.get(io.name))
         values |= {io.name: _type(io) for io in signature.outputs}
         for partial, total in piece.sums.items():
-            values[total] = _named(values, partial, f"{where}.pieces: sums")
+            values[total] = _look_up(values, partial, f"{where}.pieces: sums")
     # Each weight of the block is read by some piece: one that is not would silently be left out of the sum.
-    _same(f"{where}.pieces: slots", sorted(set(slots_read)), sorted(slots))
-    for io in signature_of_class.outputs:
-        _same(f"{where}: {io.name}", values.get(io.name), _type(io, sharded.values))
+    _expect(f"{where}.pieces: slots", sorted(set(slots_read)), sorted(slots))
+    for io in block.outputs:
+        _expect(f"{where}: {io.name}", values.get(io.name), _type(io, sharded.values))
 
 
 def _check_shard(where: str, shard: Shard, shape: Sequence[int | str], degree: int) -> None:
     """Check that the ranges of all ranks cover one axis of fixed size. Each rank has the same number of entries."""
-    _same(f"{where}.ranges", len(shard.ranges), degree)
+    _expect(f"{where}.ranges", len(shard.ranges), degree)
     if shard.axis >= len(shape) or not isinstance(shape[shard.axis], int):
-        raise ValidationError(f"{where}.axis", f"an axis of {_words(shape)} with a size", shard.axis)
+        raise ValidationError(f"{where}.axis", f"an axis of {_describe(shape)} with a size", shard.axis)
     size = cast(int, shape[shard.axis])
     for rank in shard.ranges:
         if any(not low < high <= size for low, high in rank) or sum(high - low for low, high in rank) != shard.count:
             raise ValidationError(f"{where}.ranges", f"{shard.count} numbers within {size} at each rank", rank)
-    for number, ranks in _holders(shard):
+    for index, ranks in _holders(shard):
         # Several ranks may hold the same heads of keys and values, where there are fewer of these than ranks.
-        if number < size and not _is_group(ranks, degree):
+        if index < size and not _share_a_head(ranks, degree):
             words = ", ".join(map(str, ranks)) or "none"
             raise ValidationError(
-                f"{where}.ranges", f"all of {size}, each at a rank or a group of them", f"{number} at ranks {words}"
+                f"{where}.ranges", f"all of {size}, each at a rank or a group of them", f"{index} at ranks {words}"
             )
 
 
 def _holders(shard: Shard) -> Iterator[tuple[int, list[int]]]:
-    """Yield a number, and the ranks that hold it and those after it, for each at which other ranks begin or end."""
+    """Yield (index along the axis, the ranks that hold it) for each index at which a rank's range begins or ends.
+
+    The same ranks hold all indices up to the next one.
+    """
     begins: dict[int, list[int]] = {0: []}
     ends: dict[int, list[int]] = {}
     for rank, ranges in enumerate(shard.ranges):
@@ -240,22 +247,19 @@ def _holders(shard: Shard) -> Iterator[tuple[int, list[int]]]:
             begins.setdefault(low, []).append(rank)
             ends.setdefault(high, []).append(rank)
     holders: list[int] = []
-    for number in sorted({*begins, *ends}):
-        for rank in ends.get(number, ()):
+    for index in sorted({*begins, *ends}):
+        for rank in ends.get(index, ()):
             holders.remove(rank)
-        holders += begins.get(number, ())
-        yield number, sorted(holders)
+        holders += begins.get(index, ())
+        yield index, sorted(holders)
 
 
-def _is_group(ranks: Sequence[int], degree: int) -> bool:
-    """Return whether ranks are one, or a group of equal size that shares a head: of 4 ranks 0 and 1, or 2 and 3."""
+def _share_a_head(ranks: Sequence[int], degree: int) -> bool:
+    """Return whether these are one rank, or a group that may share a head: of 4 ranks 0 and 1, or 2 and 3."""
     count = len(ranks)
-    return (
-        count > 0
-        and degree % count == 0
-        and list(ranks) == [*range(ranks[0], ranks[0] + count)]
-        and ranks[0] % count == 0
-    )
+    if count == 0 or degree % count != 0:
+        return False
+    return ranks[0] % count == 0 and list(ranks) == list(range(ranks[0], ranks[0] + count))
 
 
 def _type(io: IO, shards: Mapping[str, Shard] = {}) -> tuple[str, list[int | str]]:
@@ -266,31 +270,28 @@ def _type(io: IO, shards: Mapping[str, Shard] = {}) -> tuple[str, list[int | str
     return io.dtype, list(shape)
 
 
-def _of_tokens(io: IO) -> tuple[str, list[int | str]]:
+def _type_by_token(io: IO) -> tuple[str, list[int | str]]:
     return io.dtype, ["num_tokens", *io.shape[1:]]
 
 
-def _unique(where: str, signature: Signature) -> None:
+def _require_unique_names(where: str, signature: Signature) -> None:
     names = [io.name for io in (*signature.inputs, *signature.outputs, *signature.slots)]
-    _same(where, len(names), len(set(names)))
+    _expect(where, len(names), len(set(names)))
 
 
-def _named(entries: Mapping[str, Any], name: str, where: str) -> Any:
+def _look_up(entries: Mapping[str, Any], name: str, where: str) -> Any:
     if name not in entries:
-        raise ValidationError(where, f"one of {_words(sorted(entries))}", name)
+        raise ValidationError(where, f"one of {_describe(sorted(entries))}", name)
     return entries[name]
 
 
-def _same(where: str, actual: Any, expected: Any) -> None:
-    if actual == expected:
-        return
-    words = "nothing of this name"
-    if expected is not None:
-        words = _words(expected)
-    raise ValidationError(where, words, actual)
+def _expect(where: str, actual: Any, expected: Any) -> None:
+    if actual != expected:
+        words = "nothing of this name" if expected is None else _describe(expected)
+        raise ValidationError(where, words, actual)
 
 
-def _words(value: Any) -> str:
+def _describe(value: Any) -> str:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return ", ".join(map(str, value)) or "nothing"
     return str(value)

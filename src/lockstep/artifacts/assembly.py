@@ -118,7 +118,7 @@ class Assembly(Document):
 
     @property
     def layer_numbers(self) -> list[int]:
-        """The number of the decoder layer of each of `layers`: one with several mixers has several entries."""
+        """Return the number of the decoder layer of each of `layers`: one with several mixers has several entries."""
         numbers = [0]
         for layer in self.layers[:-1]:
             numbers.append(numbers[-1] + len(layer.exits))
@@ -154,7 +154,7 @@ class Assembly(Document):
 
     @property
     def hidden_dtype(self) -> str:
-        """The type of the hidden state between blocks, as NumPy calls it."""
+        """Return the type of the hidden state between blocks, as NumPy calls it."""
         return self.residual or self.dtype
 
     def validate(self, stored: Mapping[str, Any]) -> None:

@@ -82,7 +82,7 @@ class Certificate(Document):
 
     @property
     def holds(self) -> str:
-        """What company leaves as it is, in words."""
+        """Return in words what stays the same where requests run at once."""
         if not self.company:
             return "not tried"
         if all(bits == count for count, bits, _ in self.company.values()):
@@ -93,7 +93,7 @@ class Certificate(Document):
 
     @property
     def line(self) -> str:
-        """The verdict as a line."""
+        """Return the verdict as a line."""
         words = self.verdict
         not_excluded = [name for name in self.log_likelihoods if name not in (*self.excluded, AS_PUBLISHED)]
         if self.verdict == DIFFERS:

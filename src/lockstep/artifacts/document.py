@@ -47,7 +47,7 @@ class ValidationError(InputError):
     def __init__(self, where: str, expected: str, actual: Any) -> None:
         self.where = where.removeprefix(".")
         self.expected = expected
-        self.found = actual
+        self.actual = actual
         line = f"expected {truncate(expected)}, found {truncate(_shown(actual))}"
         if where:
             line = f"{truncate(self.where)}: {line}"
@@ -57,7 +57,7 @@ class ValidationError(InputError):
         """Return the same error of the enclosing object or list. place: such as `layers` or `[2]`."""
         if self.where and self.where[0] not in "[:":
             place = f"{place}."
-        return ValidationError(f"{place}{self.where}", self.expected, self.found)
+        return ValidationError(f"{place}{self.where}", self.expected, self.actual)
 
 
 def _shown(value: Any) -> str:
@@ -185,14 +185,14 @@ def reader(kind: Any) -> Read:
 
 
 def _checks_bound(kind: Any) -> bool:
-    """Return whether the reader of a type checks its bound itself, and quotes it for a value of another type too."""
+    """Return whether `_reader` of a type checks its bound itself: its words then stand in for those of the type."""
     origin = get_origin(kind)
     arguments = get_args(kind)
     return (kind in _WORDS and kind is not float) or origin is Sequence or (origin is tuple and Ellipsis in arguments)
 
 
 def _bounded(read: Read, bound: Bound) -> Read:
-    """Return a reader that also checks a bound, but of null, which a union may have."""
+    """Return a reader that also checks a bound; null, which a union may allow, is within any."""
 
     def read_bounded(value: Any) -> Any:
         item = read(value)
@@ -251,7 +251,7 @@ def _scalar_reader(kinds: tuple[type, ...], bound: Bound) -> Read:
     holds = bound.holds
 
     def read(value: Any) -> Any:
-        # `type` and not `isinstance`: JSON's true is an int in Python.
+        # `type` and not `isinstance`: a bool is an int in Python, but no number in JSON.
         if type(value) not in kinds or not holds(value):
             raise ValidationError("", words, value)
         return value
@@ -262,7 +262,7 @@ def _scalar_reader(kinds: tuple[type, ...], bound: Bound) -> Read:
 def _union_reader(kinds: tuple[Any, ...]) -> Read:
     """Return the reader of a union, which chooses by the value's type in JSON."""
     readers: dict[type, Read] = {}
-    # Reversed, so that of `float | int`, which both read an int, the first is chosen.
+    # Reversed, so that the first of two that read the same JSON type is chosen: `float` and `int` read an integer.
     for kind in reversed(kinds):
         readers |= dict.fromkeys(_types_in_json(kind), reader(kind))
     words = " or ".join(_words(kind) for kind in kinds if kind is not type(None))

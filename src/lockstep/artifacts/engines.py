@@ -14,7 +14,7 @@ from lockstep.artifacts import formats
 from lockstep.artifacts.bounds import REMEDY, Count, Digest, FileName, Name, Names, Precision, Size
 from lockstep.artifacts.document import Document, Mark, length, like
 from lockstep.artifacts.files import sha256_json
-from lockstep.artifacts.signature import IO, check_slots
+from lockstep.artifacts.signature import IO, check_slot_shapes
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class EngineFile:
     details: Annotated[Mapping[str, Any], Mark.OTHERS] = field(default_factory=dict)
 
     def validate(self, stored: Mapping[str, Any]) -> None:
-        check_slots(self.slots or ())
+        check_slot_shapes(self.slots or ())
 
 
 @dataclass(frozen=True)

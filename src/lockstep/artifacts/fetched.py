@@ -60,22 +60,19 @@ def folder_of(manifest: Path) -> Path:
 
 
 def load_if_same_source(manifest: Path, source: str) -> Fetched | None:
-    """Return what `manifest` says, if it is there and of this very `source`."""
+    """Return the manifest of an earlier fetch, if it is there and of the same `source`."""
     if not manifest.is_file():
         return None
     fetched = Fetched.load(manifest)
-    if fetched.source != source:
-        return None
-    return fetched
+    return fetched if fetched.source == source else None
 
 
 def write_fetched(manifest: Path, source: str, sha256: Mapping[str, str], **fields: Any) -> Path:
     """Write the manifest of the files of `folder_of(manifest)`. fields: more of `Fetched`, such as the commit."""
     folder = folder_of(manifest)
-    files = (
-        StoredFile(f"{FOLDER}/{name}", (folder / name).stat().st_size, digest)
-        for name, digest in sorted(sha256.items())
-    )
+    files = []
+    for name, digest in sorted(sha256.items()):
+        files.append(StoredFile(f"{FOLDER}/{name}", (folder / name).stat().st_size, digest))
     remove_leftovers(manifest)  # of fetches that were killed
     Fetched(source, tuple(files), **fields).save(manifest)
     return manifest

@@ -10,7 +10,6 @@ import json
 import os
 import stat
 from collections.abc import Iterator, Mapping
-from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,9 @@ from lockstep.errors import InputError
 # The key of a manifest that holds the sha256 of its other entries, so that every reader detects a flipped byte.
 DIGEST_KEY = "entries_sha256"
 _EARLIER_KEY = "sealed_sha256"  # its name until 0.3
+ABSENT = "run `lockstep run` first"
+DAMAGED = "correct the path, or delete the file and run again"
+OTHER_VERSION = "another version of Lockstep wrote it: `lockstep run` makes it again"
 
 
 @contextlib.contextmanager
@@ -136,11 +138,6 @@ def manifest_bytes(value: Mapping[str, Any]) -> bytes:
     return dump_json({**value, DIGEST_KEY: sha256_json(value)}).encode()
 
 
-ABSENT = "run `lockstep run` first"
-DAMAGED = "correct the path, or delete the file and run again"
-OTHER_VERSION = "another version of Lockstep wrote it: `lockstep run` makes it again"
-
-
 def read_json(path: str | os.PathLike, format: str | None = None, absent: str = ABSENT, damaged: str = DAMAGED) -> Any:
     """Read JSON, of a manifest without its digest.
 
@@ -152,8 +149,7 @@ def read_json(path: str | os.PathLike, format: str | None = None, absent: str = 
         check_file(path)
         data = Path(path).read_bytes()
         # Python reads NaN and Infinity as JSON; our own documents have none, other programs' files may.
-        parse_constant = _no_number if format else None
-        value = json.loads(data, parse_constant=parse_constant)
+        value = json.loads(data, parse_constant=_refuse_constant if format else None)
         if isinstance(value, dict):
             file_format = value.get("format")
         if isinstance(file_format, str):
@@ -194,7 +190,7 @@ def _digest_of(data: bytes, value: Any, expected: Any) -> str:
     return sha256_json(value)
 
 
-def _no_number(name: str) -> None:
+def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name}, which is no JSON")
 
 
@@ -205,7 +201,7 @@ def check_file(path: str | os.PathLike) -> os.stat_result:
         if stat.S_ISREG(status.st_mode):
             return status
     except (OSError, ValueError) as error:
-        # Others, such as a missing file or denied access, are worded by whoever called.
+        # A missing file and denied access are left to the caller, who knows what the file is for.
         if isinstance(error, OSError) and error.errno not in (errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG):
             raise
     raise InputError(f"{path}: expected a file, found {describe(path)}; correct the path, or remove it and run again")
@@ -216,10 +212,11 @@ def describe(path: str | os.PathLike) -> str:
     try:
         mode = os.stat(path).st_mode
     except OSError as error:
-        assert error.errno is not None  # the operating system raised it
-        return {errno.ENOENT: "nothing", errno.ENOTDIR: "nothing", errno.ELOOP: "links in a circle"}.get(
-            error.errno, os.strerror(error.errno).lower()
-        )
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return "nothing"
+        if error.errno == errno.ELOOP:
+            return "links in a circle"
+        return str(error.strerror).lower()
     except ValueError:  # a name with a zero byte
         return "a name that no file can have"
     if stat.S_ISREG(mode):
@@ -231,17 +228,13 @@ def describe(path: str | os.PathLike) -> str:
 
 def sha256_file(path: str | os.PathLike) -> str:
     with open(path, "rb") as file:
-        return _file_digest(file).hexdigest()
+        if hasattr(hashlib, "file_digest"):  # Python 3.11; the runtime supports 3.10 too
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hashlib.sha256()
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+        return digest.hexdigest()
 
 
 def sha256_json(value: Any) -> str:
     return hashlib.sha256(dump_json(value).encode()).hexdigest()
-
-
-def _file_digest(file: BufferedReader) -> Any:
-    if hasattr(hashlib, "file_digest"):  # Python 3.11; the runtime supports 3.10 too
-        return hashlib.file_digest(file, "sha256")
-    digest = hashlib.sha256()
-    while chunk := file.read(1 << 20):
-        digest.update(chunk)
-    return digest

@@ -14,7 +14,7 @@ from lockstep.errors import CheckError, truncate_list
 if TYPE_CHECKING:
     import numpy as np
 
-_WEIGHTS = (*PRECISION_NAMES.values(), "uint8", "float8_e4m3fn", "int64")
+_DTYPES = (*PRECISION_NAMES.values(), "uint8", "float8_e4m3fn", "int64")
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class IO(JsonObject):
     """
 
     name: Name
-    dtype: Annotated[str, one_of(*_WEIGHTS)]
+    dtype: Annotated[str, one_of(*_DTYPES)]
     shape: Annotated[
         tuple[Size | Annotated[str, one_of("num_tokens", "num_requests", "past_capacity")], ...], length(8)
     ]
@@ -63,12 +63,12 @@ class Signature(JsonObject):
     slots: Annotated[tuple[IO, ...], length(1_000_000)] = ()  # of the whole model, one for each weight
 
     def validate(self, stored: Mapping[str, Any]) -> None:
-        check_slots(self.slots)
+        check_slot_shapes(self.slots)
 
     def check(self, actual: Signature, where: str, remedy: str) -> None:
         """Raise CheckError where the signature of the graph as its library loads it differs.
 
-        A library knows inputs only, so `actual` may have slots among them. where, remedy: the ends of the message.
+        A library knows no slots: `actual` may have them among its inputs. where, remedy: start and end of the message.
         """
         _check_types(where, "input", (*self.inputs, *self.slots), (*actual.inputs, *actual.slots), remedy)
         _check_types(where, "output", self.outputs, actual.outputs, remedy)
@@ -82,11 +82,11 @@ def _check_types(where: str, role: str, declared: Sequence[IO], actual: Sequence
             raise CheckError(f"{where}: {role} {io.name!r}: expected {io.type}, found {types[io.name]}; {remedy}")
 
 
-def check_slots(slots: Sequence[IO]) -> None:
-    """Raise ValidationError for the first slot that no weight fits: of another dtype, or without a fixed shape."""
+def check_slot_shapes(slots: Sequence[IO]) -> None:
+    """Raise ValidationError for the first slot without a fixed shape, which no weight has."""
     for slot in slots:
-        if slot.dtype not in _WEIGHTS or not all(isinstance(size, int) for size in slot.shape):
-            raise ValidationError(f"slots: {slot.name}", f"one of {', '.join(_WEIGHTS)}, and sizes", slot.type)
+        if not all(isinstance(size, int) for size in slot.shape):
+            raise ValidationError(f"slots: {slot.name}", "sizes", slot.type)
 
 
 def check_names(where: str, role: str, declared: Sequence[str], actual: Sequence[str], remedy: str = "") -> None:
@@ -125,12 +125,8 @@ def check_arrays(
                 sizes.setdefault(dim, size)
         has_rank = array.ndim == len(io.shape)
         if not has_rank or array.dtype.name != io.dtype or array.shape != concrete_shape(io.shape, sizes):
-            named_sizes = []
-            for dim in io.shape:
-                if dim in sizes:
-                    dim = f"{dim}={sizes[dim]}"
-                named_sizes.append(dim)
-            expected_type = IO(io.name, io.dtype, tuple(named_sizes))
+            dims_in_words = [f"{dim}={sizes[dim]}" if dim in sizes else dim for dim in io.shape]
+            expected = IO(io.name, io.dtype, tuple(dims_in_words))
             actual = IO(io.name, array.dtype.name, array.shape)
-            raise CheckError(f"{where}: {role} {io.name!r}: expected {expected_type.type}, found {actual.type}")
+            raise CheckError(f"{where}: {role} {io.name!r}: expected {expected.type}, found {actual.type}")
     return sizes

@@ -25,6 +25,9 @@ MANUAL = "pkg:generic/lockstep#docs/statements.md"
 DIGEST = "lockstep_sha256"
 CONTENT = "lockstep_content"  # a digest of a manifest's content without the paths in it
 SUFFIX = ".statement.json"
+# Backends that have the name of the package, or of the native library, that builds their engines.
+_PACKAGES = ("openvino",)
+_LIBRARIES = ("tensorrt",)
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ _read_outputs = reader(Mapping[PlainPath, Digest])
 class Statement:
     """A build key, and the sha256 of each file that came out, by path relative to the manifest.
 
-    sources: descriptors of files that are no part of the key, for it holds digests of what names them.
+    sources: descriptors of files that are no part of the key, which has the digests of the manifests that name them.
     """
 
     key: BuildKey
@@ -181,16 +184,12 @@ def subjects(descriptors: Any) -> dict[str, Any]:
 
 
 def _packages(key: BuildKey) -> Iterator[dict[str, Any]]:
-    """Yield descriptors of packages, and of a backend's libraries, with annotations: the key has them twice."""
-    yield from ({"name": name, "uri": url} for name, _, url in package_urls(key.environment))
+    """Yield descriptors of packages, and of a backend's libraries, which `from_json` tells by their annotations."""
+    for name, _, url in package_urls(key.environment):
+        yield {"name": name, "uri": url}
     for name, version, url in libraries(key):
         if (name, version) not in key.environment.items():
             yield {"name": name, "uri": url, "annotations": {"of": "backend"}}
-
-
-# Backends that have the name of the package, or of the native library, that builds their engines.
-_PACKAGES = ("openvino",)
-_LIBRARIES = ("tensorrt",)
 
 
 def libraries(key: BuildKey) -> Iterator[tuple[str, str, str]]:

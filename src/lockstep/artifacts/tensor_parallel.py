@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated
 from lockstep.artifacts.bounds import Count, FileName, Name
 from lockstep.artifacts.document import JsonObject, Key, integers, length
 from lockstep.artifacts.graph_files import PHASES, AttentionVariant, GraphFile
-from lockstep.targets import MOST_RANKS
+from lockstep.targets import MAX_RANKS
 
 if TYPE_CHECKING:
     import numpy as np
 
-_Rank = Annotated[tuple[tuple[Count, Count], ...], length(10_000, minimum=1)]
+_Ranges = Annotated[tuple[tuple[Count, Count], ...], length(10_000, minimum=1)]  # [start, end), of one rank
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Shard(JsonObject):
     """
 
     axis: Annotated[int, integers(0, 7)]
-    ranges: Annotated[tuple[_Rank, ...], length(MOST_RANKS, minimum=2)]
+    ranges: Annotated[tuple[_Ranges, ...], length(MAX_RANKS, minimum=2)]  # by rank
 
     @classmethod
     def even(cls, axis: int, size: int, degree: int) -> Shard:
-        """Return successive equal parts; where there are fewer numbers than ranks, some hold the same one."""
+        """Return successive equal parts; where there are fewer indices than ranks, several ranks hold the same one."""
         if size % degree == 0:
             part = size // degree
             return cls(axis, tuple(((rank * part, (rank + 1) * part),) for rank in range(degree)))
@@ -41,7 +41,7 @@ class Shard(JsonObject):
         return cls(axis, tuple(((start, start + 1),) for start in starts))
 
     def scaled(self, unit: int) -> Shard:
-        """Return the shard of a tensor that has `unit` numbers where this one has one."""
+        """Return the shard of a tensor with `unit` indices for each of this one, such as a head's numbers."""
         ranges = []
         for rank in self.ranges:
             ranges.append(tuple((low * unit, high * unit) for low, high in rank))
@@ -57,15 +57,16 @@ class Shard(JsonObject):
 
     def take(self, array: np.ndarray, rank: int) -> np.ndarray:
         """Return a rank's part of a whole tensor: a view where it is one range."""
-        before = (slice(None),) * self.axis
-        parts = [array[(*before, slice(low, high))] for low, high in self.ranges[rank]]
         import numpy as np
 
+        before = (slice(None),) * self.axis
+        parts = [array[(*before, slice(low, high))] for low, high in self.ranges[rank]]
         if len(parts) == 1:
             return parts[0]
         return np.concatenate(parts, self.axis)
 
     def put(self, array: np.ndarray, rank: int, part: np.ndarray) -> None:
+        """Write a rank's part into the whole tensor `array`."""
         before = (slice(None),) * self.axis
         at = 0
         for low, high in self.ranges[rank]:
@@ -117,7 +118,7 @@ class TensorParallel:
     which each rank runs whole. variants: the assembly's attention with a rank's heads.
     """
 
-    degree: Annotated[int, integers(2, MOST_RANKS)]
+    degree: Annotated[int, integers(2, MAX_RANKS)]
     graphs: Mapping[FileName, GraphFile]
     classes: Mapping[Name, ShardedClass]
     variants: Annotated[Mapping[FileName, AttentionVariant], Key("kinds")]

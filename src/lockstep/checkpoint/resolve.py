@@ -207,7 +207,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     error = model_config.first_error(config)
     if error is not None:
         raise InputError(
-            f"{path}: expected {error.expected} as {error.where}, found {shorten(error.found)}; correct it"
+            f"{path}: expected {error.expected} as {error.where}, found {shorten(error.actual)}; correct it"
         )
     try:
         dump_json(config).encode()

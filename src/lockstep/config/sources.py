@@ -343,5 +343,5 @@ def _read_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InputError(f"expected a JSON object in {path}; found {type(value).__name__}")
     if wrong := model_config.first_error(value):
-        raise InputError(f"expected {wrong.expected} as {wrong.where} in {path}; found {repr(wrong.found)[:60]}")
+        raise InputError(f"expected {wrong.expected} as {wrong.where} in {path}; found {repr(wrong.actual)[:60]}")
     return value

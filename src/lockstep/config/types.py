@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field, StringConstraints, WithJsonSchema, 
 from pydantic_core import PydanticCustomError
 
 from lockstep import targets
-from lockstep.artifacts.adapters import MOST_ADAPTERS, RANKS
+from lockstep.artifacts.adapters import MAX_ADAPTERS, RANKS
 from lockstep.config.backends import backends
 from lockstep.config.gguf_file import SUFFIX
 from lockstep.config.section import INT32_MAX, UNIQUE, AsTuple, Count, Section, path_text
@@ -245,7 +245,7 @@ class ModelConfig(Section):
         description="On the backend `cuda`: `fp8` keeps keys and values as e4m3 numbers, with a scale for each token "
         "and head, in half the memory; its error is among the results. None: in the type of the activations.",
     )
-    tensor_parallel: Annotated[int, Field(ge=1, le=targets.MOST_RANKS)] = Field(
+    tensor_parallel: Annotated[int, Field(ge=1, le=targets.MAX_RANKS)] = Field(
         default=1,
         description="Ranks that each layer's heads, feed-forward sizes and vocabulary are split over. The same engines "
         "serve all ranks; each takes its part of the checkpoint's tensors.",
@@ -253,7 +253,7 @@ class ModelConfig(Section):
     adapters: dict[AdapterName, AdapterConfig] = Field(
         default={}, description="LoRA adapters with their names. Requests of several, and of none, run in one batch."
     )
-    max_adapters: Annotated[int, Field(ge=1, le=MOST_ADAPTERS)] = Field(
+    max_adapters: Annotated[int, Field(ge=1, le=MAX_ADAPTERS)] = Field(
         default=4, description="Of a model with adapters: how many are resident, and may be in one batch."
     )
     max_lora_rank: LoraRank = Field(

@@ -16,7 +16,7 @@ from lockstep.cli.guarded import GroupedCommand
 from lockstep.cli.opened import BUNDLE_SUFFIX, SPECULATIVE, complete_target, runnable, speculative
 from lockstep.cli.options import AT_LEAST_0, AT_LEAST_1, PATH, RESULTS
 from lockstep.errors import PREFIX, Ended
-from lockstep.targets import MOST_RANKS
+from lockstep.targets import MAX_RANKS
 from lockstep_serve.cli.serve_options import run_server
 from lockstep_serve.protocols import ProtocolPlugin, protocol_plugins
 from lockstep_serve.settings import EngineOptions, ServiceLimits
@@ -120,7 +120,7 @@ class _Serve(GroupedCommand):
 )
 @click.option(
     "--tensor-parallel",
-    type=click.IntRange(1, MOST_RANKS),
+    type=click.IntRange(1, MAX_RANKS),
     help="Ranks that the target must be split over.  [default: as it was exported]",
 )
 @click.option(
