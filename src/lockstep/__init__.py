@@ -47,7 +47,7 @@ _API = {
     "export_config": ("export.run", "export_config"),
     "export_graphs": ("export", "export"),
     "generate": ("runtime", "generate"),
-    "load_config": ("config.load", "load_given"),
+    "load_config": ("config.load", "load_config"),
     "make_random_checkpoint": ("export.random_model", "make"),
     "make_reference": ("verify.golden.reference", "make_reference"),
     "open_model": ("runtime.target", "open_model"),

@@ -28,9 +28,9 @@ class _Project:
 
     @classmethod
     def open(cls, name: str, config_file: Path | None, results: Results) -> _Project:
-        from lockstep.config.load import given, load
+        from lockstep.config.load import find_config, load
 
-        path = given(config_file, results)
+        path = find_config(config_file, results)
         config = load(path)
         where = str(path) if config_file else f"{path}; --config names another"
         target = config.parse_target(name, where)

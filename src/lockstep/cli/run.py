@@ -98,7 +98,7 @@ def split_arguments(arguments: tuple[str, ...]) -> tuple[str | None, tuple[str, 
 
 
 def _config_here() -> str | None:
-    """Return this folder's config, chosen as by `config.load.given`, and note it.
+    """Return this folder's config, chosen as by `config.load.find_config`, and note it.
 
     None for config/config.yaml or the demo's, the Snakefile's defaults. Raises InputError where there are several.
     """

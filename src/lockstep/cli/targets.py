@@ -18,9 +18,9 @@ from lockstep.targets import Results
 @RESULTS
 def targets(config_file: Path | None, results: Path, as_json: bool) -> None:
     """List the targets of a config."""
-    from lockstep.config.load import load_given
+    from lockstep.config.load import load_config
 
-    chosen = load_given(config_file, Results(results)).targets()
+    chosen = load_config(config_file, Results(results)).targets()
     if as_json:
         return echo_json({"targets": [{"name": str(target), **asdict(target)} for target in chosen]})
     for target in chosen:

@@ -29,23 +29,19 @@ _SETTINGS = "lockstep.backends.*.settings"  # of each backend's package; what fo
 class BackendSettings:
     """The settings of a backend, known before its library is loaded.
 
-    precisions: all that it supports; a version of its library may lack one. lacks: why it has no others.
-    section: its part of the config, `backends.<name>`, the options of its builds; None: it has no settings.
-    takes_limits: engines are built for the config's limits, which are options too. gpus: that a job which builds or
-    runs its engines takes. unpinned: top level modules of packages that come with the machine, and have no pin in
-    envs/requirements.txt; engines.json records their version.
-    runs_ranks: several ranks of a model split by `tensor_parallel`. runs_adapters: graphs that take adapters, in these
-    precisions.
-    zero_points: of checkpoints that were quantised with other ones than the middle. mxfp4: codes of weights.
-    model_settings: of a model, which other backends refuse: "activations", "kv_cache_dtype".
-    missing: why its engines cannot be built in this Python, with the command that installs what lacks; None where they
-    can.
-    cannot_build: why they cannot be built on this machine; None where they can.
-    cannot_run: why its engines cannot run here, though they can be built; None where they can.
-    lacks_here: why the processor here does not compute in one of `precisions`, None where it does; asked when the
-    config is read. None of these loads the library. The last three say "needs WHAT of which kind, found what", of which
-    the summary's headline has WHAT.
-    device_memory: bytes of the device that runs its engines, by its driver alone; 0 where that is the CPU.
+    precisions: all that it supports; a version of its library may lack one. lacks: why it has no others. section: its
+    part of the config, `backends.<name>`, the options of its builds; None: it has no settings. takes_limits: engines
+    are built for the config's limits, which are options too. gpus: of a job that builds or runs its engines. unpinned:
+    top level modules of packages that come with the machine, and have no pin in envs/requirements.txt; engines.json
+    records their version. runs_ranks: whether it runs a model split by `tensor_parallel`. runs_adapters: the precisions
+    whose graphs take adapters. zero_points: whether it takes weights with other zero points than the middle. mxfp4:
+    whether it takes codes of MXFP4. model_settings: those of "activations" and "kv_cache_dtype" that it supports.
+
+    The next four give a reason, or None, without loading the library. missing: why engines cannot be built in this
+    Python, with the command that installs what they need. cannot_build: why not on this machine. cannot_run: why
+    engines that can be built cannot run here. lacks_here: why the processor does not compute in a precision; asked when
+    the config is read. The last three say "needs WHAT of which kind, found what", of which the summary's headline has
+    WHAT. device_memory: bytes of the device that runs its engines, by its driver alone; 0 where that is the CPU.
     """
 
     precisions: tuple[str, ...]

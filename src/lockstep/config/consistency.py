@@ -8,12 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from lockstep.artifacts.dtypes import GROUP_SIZE, QUANTIZATIONS, is_fp8
 from lockstep.artifacts.tensor_parallel import heads_divide
 from lockstep.config.backends import BackendSettings, backends
-from lockstep.config.messages import Problem, describe, repeated
+from lockstep.config.messages import Location, Problem, describe, repeated
 from lockstep.config.packing import MXFP4, Packing, largest_group, precision_of
 from lockstep.config.sources import CheckpointShape, read_shape
 from lockstep.config.types import Device, Endpoint, Limits, ModelConfig, Prompt
@@ -44,9 +43,8 @@ def name_problems(names: Iterable[str]) -> Iterator[Problem]:
     for name in names:
         other = first.setdefault(name.casefold(), name)
         if other != name:
-            yield Problem(
-                ("models", name), f"expected names that differ in more than capitals; found {other!r} and {name!r}"
-            )
+            text = f"expected names that differ in more than capitals; found {other!r} and {name!r}"
+            yield Problem(("models", name), text)
 
 
 def endpoint_problems(endpoints: Mapping[str, Endpoint], models: Iterable[str]) -> Iterator[Problem]:
@@ -59,18 +57,19 @@ def device_problems(devices: Mapping[str, Device]) -> Iterator[Problem]:
     for name, device in devices.items():
         if name in backends():
             yield Problem(("devices", name), f"expected another name, for {name} is a backend; found {name!r}")
-        key, other = ("gpu", "cpu") if backends()[device.backend].gpus else ("cpu", "gpu")
-        if not getattr(device, key):
-            yield Problem(("devices", name, key), f"expected its name, for {device.backend} runs on it; found nothing")
+        required, other = ("gpu", "cpu") if backends()[device.backend].gpus else ("cpu", "gpu")
+        if not getattr(device, required):
+            text = f"expected its name, for {device.backend} runs on it; found nothing"
+            yield Problem(("devices", name, required), text)
         if value := getattr(device, other):
-            yield Problem(("devices", name, other), f"expected {key} with {device.backend}; found {value!r}")
+            yield Problem(("devices", name, other), f"expected {required} with {device.backend}; found {value!r}")
 
 
 def unknown_backends(name: str, model: ModelConfig, devices: Mapping[str, Device]) -> Iterator[Problem]:
     allowed = [*backends(), *devices]
-    keys = [("backends", index) for index in range(len(model.backends))]
-    places: list[tuple[Any, ...]] = [*keys, *(("backend_precisions", backend) for backend in model.backend_precisions)]
-    for place, backend in zip(places, [*model.backends, *model.backend_precisions], strict=True):
+    places: dict[Location, str] = {("backends", index): backend for index, backend in enumerate(model.backends)}
+    places |= {("backend_precisions", backend): backend for backend in model.backend_precisions}
+    for place, backend in places.items():
         if backend not in allowed:
             yield Problem(("models", name, *place), f"expected one of {', '.join(allowed)}; found {describe(backend)}")
 
@@ -89,37 +88,7 @@ def model_problems(
             yield Problem((*path, "backend_precisions", backend), text)
         yield from repeated((*path, "backend_precisions", backend), precisions)
     for backend in model.backends:
-        settings = backends()[backend_of(backend)]
-        if model.tensor_parallel > 1 and not settings.runs_ranks:
-            able = ", ".join(name for name, item in backends().items() if item.runs_ranks)
-            text = f"expected 1 for backend {backend}; several ranks run on {able}; found {model.tensor_parallel}"
-            yield Problem((*path, "tensor_parallel"), text)
-        if model.adapters and not settings.runs_adapters:
-            able = ", ".join(name for name, item in backends().items() if item.runs_adapters)
-            text = f"expected none for backend {backend}; adapters run on {able}; found {len(model.adapters)}"
-            yield Problem((*path, "adapters"), text)
-        elif model.adapters:
-            other = [item for item in model.precisions_of(backend) if item not in settings.runs_adapters]
-            if other and other[0] in settings.precisions:
-                able = ", ".join(settings.runs_adapters)
-                text = f"expected none for backend {backend} in {other[0]}; there they run in {able}; found "
-                yield Problem((*path, "adapters"), f"{text}{len(model.adapters)}")
-        for key in ("activations", "kv_cache_dtype"):
-            value = getattr(model, key)
-            if value and key not in settings.model_settings:
-                able = ", ".join(name for name, item in backends().items() if key in item.model_settings)
-                text = f"expected none for backend {backend}; it is for {able}; found {value!r}"
-                yield Problem((*path, key), text)
-        wide = {"fp32", "bf16"}.intersection(model.precisions_of(backend))
-        if model.kv_cache_dtype and (model.activations or wide):
-            text = f"expected none for backend {backend} in {min(wide, default='bf16')}; it is for fp16; found "
-            yield Problem((*path, "kv_cache_dtype"), f"{text}{model.kv_cache_dtype!r}")
-        for place, precision in model.placed_precisions(backend):
-            if precision not in settings.precisions:
-                text = f"expected one of {', '.join(settings.precisions)} for backend {backend}"
-                if settings.lacks:
-                    text += f" ({settings.lacks})"
-                yield Problem((*path, *place), f"{text}; found {precision!r}")
+        yield from _backend_problems(path, model, backend, backends()[backend_of(backend)])
     if model.adapters and model.tensor_parallel > 1:
         text = (
             f"expected none for a model that is split over {model.tensor_parallel} ranks; found {len(model.adapters)}"
@@ -128,9 +97,47 @@ def model_problems(
     if model.tensor_parallel > 1 and any(map(is_fp8, model.all_precisions())):
         text = f"expected 1 in w8a8-fp8, whose activations have a scale a row; found {model.tensor_parallel}"
         yield Problem((*path, "tensor_parallel"), text)
-    for adapter, settled in model.adapters.items():
-        for index, prompt in enumerate(settled.prompts):
+    for adapter, settings in model.adapters.items():
+        for index, prompt in enumerate(settings.prompts):
             yield from _expected_problems((*path, "adapters", adapter, "prompts", index), prompt, model)
+    yield from _golden_problems(path, model, limits)
+
+
+def _backend_problems(path: Location, model: ModelConfig, backend: str, settings: BackendSettings) -> Iterator[Problem]:
+    """Check the keys of a model that one of its backends may not support. path: of the model."""
+    if model.tensor_parallel > 1 and not settings.runs_ranks:
+        able = ", ".join(name for name, item in backends().items() if item.runs_ranks)
+        text = f"expected 1 for backend {backend}; several ranks run on {able}; found {model.tensor_parallel}"
+        yield Problem((*path, "tensor_parallel"), text)
+    if model.adapters and not settings.runs_adapters:
+        able = ", ".join(name for name, item in backends().items() if item.runs_adapters)
+        text = f"expected none for backend {backend}; adapters run on {able}; found {len(model.adapters)}"
+        yield Problem((*path, "adapters"), text)
+    elif model.adapters:
+        other = [item for item in model.precisions_of(backend) if item not in settings.runs_adapters]
+        if other and other[0] in settings.precisions:
+            able = ", ".join(settings.runs_adapters)
+            text = f"expected none for backend {backend} in {other[0]}; there they run in {able}; found "
+            yield Problem((*path, "adapters"), f"{text}{len(model.adapters)}")
+    for key in ("activations", "kv_cache_dtype"):
+        value = getattr(model, key)
+        if value and key not in settings.model_settings:
+            able = ", ".join(name for name, item in backends().items() if key in item.model_settings)
+            text = f"expected none for backend {backend}; it is for {able}; found {value!r}"
+            yield Problem((*path, key), text)
+    wide = {"fp32", "bf16"}.intersection(model.precisions_of(backend))
+    if model.kv_cache_dtype and (model.activations or wide):
+        text = f"expected none for backend {backend} in {min(wide, default='bf16')}; it is for fp16; found "
+        yield Problem((*path, "kv_cache_dtype"), f"{text}{model.kv_cache_dtype!r}")
+    for place, precision in model.placed_precisions(backend):
+        if precision not in settings.precisions:
+            text = f"expected one of {', '.join(settings.precisions)} for backend {backend}"
+            if settings.lacks:
+                text += f" ({settings.lacks})"
+            yield Problem((*path, *place), f"{text}; found {precision!r}")
+
+
+def _golden_problems(path: Location, model: ModelConfig, limits: Limits) -> Iterator[Problem]:
     if model.golden.max_new_tokens >= limits.max_seq_len:
         text = (
             f"expected less than limits.max_seq_len ({limits.max_seq_len}), which counts the prompt too; "
@@ -147,7 +154,7 @@ def model_problems(
         yield from _expected_problems((*path, "golden", "prompts", index), prompt, model)
 
 
-def _expected_problems(path: tuple[Any, ...], prompt: Prompt, model: ModelConfig) -> Iterator[Problem]:
+def _expected_problems(path: Location, prompt: Prompt, model: ModelConfig) -> Iterator[Problem]:
     for count in prompt.expected:
         if count not in model.layers:
             text = (
@@ -159,32 +166,35 @@ def _expected_problems(path: tuple[Any, ...], prompt: Prompt, model: ModelConfig
 def _group_problems(
     name: str, model: ModelConfig, shape: CheckpointShape, path: Path, settings_of: Callable[[str], BackendSettings]
 ) -> Iterator[Problem]:
-    """Check `group_size` against the rows of weights, or against that of a checkpoint that is quantised already."""
+    """Compare `group_size` with the rows of weights, or with that of a checkpoint that is quantised already."""
     where = ("models", name, "group_size")
     packing = shape.packing
-    already = None
+    packed_size = None
     if packing and packing.group_size:
-        already = largest_group(packing.group_size)
-    quantized = filter(is_quantized, model.all_precisions())
-    group_size = model.group_size or already
+        packed_size = largest_group(packing.group_size)
+    group_size = model.group_size or packed_size
     if not group_size and not packing:
         group_size = GROUP_SIZE
-    if already and group_size != already:
-        yield Problem(where, f"expected {already}, or none: {path} says how weights are quantised; found {group_size}")
-    elif group_size and not already and not all(map(is_fp8, quantized)):
+    has_groups = any(is_quantized(name) and not is_fp8(name) for name in model.all_precisions())
+    if packed_size and group_size != packed_size:
+        text = f"expected {packed_size}, or none: {path} says how weights are quantised; found {group_size}"
+        yield Problem(where, text)
+    elif group_size and not packed_size and has_groups:
         for row, size in shape.linear_rows.items():
             if size % group_size:
                 yield Problem(where, f"expected a size that divides {row} ({size} in {path}); found {group_size}")
                 break
+    if packing is None:
+        return
     for backend in model.backends:
         for place, precision in model.placed_precisions(backend):
-            fits = not is_quantized(precision) or not packing or QUANTIZATIONS[precision].bits == packing.bits
-            if packing and (not fits or is_fp8(precision)):
+            if not is_quantized(precision):
+                continue
+            if QUANTIZATIONS[precision].bits != packing.bits or is_fp8(precision):
                 text = f"expected {precision_of(packing.bits)} or floating point, as {path} says how weights are"
                 yield Problem(("models", name, *place), f"{text} quantised; found {precision!r}")
-            elif is_quantized(precision) and packing and not _takes(settings_of(backend), packing):
-                what = packing.beyond_integers
-                text = f"expected none of {backend}, which takes no {what} ({path})"
+            elif not _takes(settings_of(backend), packing):
+                text = f"expected none of {backend}, which takes no {packing.beyond_integers} ({path})"
                 yield Problem(("models", name, "backends"), f"{text}, with {precision}; found one")
 
 

@@ -13,16 +13,16 @@ from lockstep.config.packing import MXFP4, Packing, precision_of
 from lockstep.config.sources import GgufSource, HubSource, RandomSource, parse_source, read_shape
 
 # The longest requests that a first config asks for: enough to chat, and checked to their last token in minutes.
-MOST_TOKENS = 4096
-_BATCH = 16
-_STEP = 1024
-# What transformers computes twice on this CPU, in float32 and rounded: minutes for 4,096 tokens of a small model.
+MAX_TOKENS = 4096
+_BATCH_SIZE = 16
+_STEP_TOKENS = 1024
+# The long prompt of the golden check. transformers computes it twice on this CPU, in float32 and rounded: 4,096 tokens
+# would take minutes even with a small model.
 _LONG_PROMPT = 1000
 # Below this many parameters fp32 is quick on a CPU; above, 8-bit weights read a quarter of the memory for each token.
 _SMALL = 500_000_000
 _WEIGHTS_SHARE = 0.8  # of memory; the rest is for the KV cache and activations
-# Bytes of a parameter, with scales.
-PARAMETER_NBYTES = {
+PARAMETER_NBYTES = {  # with scales
     "fp32": 4.0,
     "fp16": 2.0,
     "bf16": 2.0,
@@ -97,10 +97,12 @@ def first_config(name: str, source: str, shape_file: Path, memory: int) -> str:
     InputError for a model that cannot be read.
     """
     shape = read_shape(shape_file)
-    length = min(shape.max_position_embeddings or MOST_TOKENS, MOST_TOKENS)
-    known = shape.max_position_embeddings
+    length = min(shape.max_position_embeddings or MAX_TOKENS, MAX_TOKENS)
     long_prompt = min(_LONG_PROMPT, length // 2)
     choice = choose(shape.num_parameters, shape.packing, memory)
+    positions = ""
+    if shape.max_position_embeddings:
+        positions = f"; the model knows {shape.max_position_embeddings}"
     return f"""\
 # {name}: made and checked by `lockstep run`, then served by `lockstep serve`. All keys: config/README.md.
 models:
@@ -110,10 +112,10 @@ models:
     backends: [{choice.backend}] # `lockstep doctor` says which run here
     golden: {{long_prompt: {long_prompt}}} # the context that logits are checked at; without it up to max_seq_len
 limits:
-  max_batch_size: {_BATCH} # requests at once
-  max_seq_len: {length} # tokens of a request, prompt and answer{f"; the model knows {known}" if known else ""}
+  max_batch_size: {_BATCH_SIZE} # requests at once
+  max_seq_len: {length} # tokens of a request, prompt and answer{positions}
   max_input_len: {length} # of its prompt
-  max_num_tokens: {max(min(_STEP, length), _BATCH)} # of all requests in one step
+  max_num_tokens: {max(min(_STEP_TOKENS, length), _BATCH_SIZE)} # of all requests in one step
 """
 
 

@@ -23,7 +23,8 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING = 8
 _ARRAY = 9
 _MAX_DIMENSIONS = 4
-# What the format's page says of the values that are read here, by names; the first that matches holds.
+# (names, values in words, whether a value is one) for the keys that are read here, as the format's page has them; the
+# first row whose names match counts.
 _TYPES: tuple[tuple[re.Pattern[str], str, Any], ...] = (
     (re.compile(r"general\.alignment"), "a multiple of 8", lambda value: _is_count(value) and value and not value % 8),
     (re.compile(r"split\.count|tokenizer\.ggml\.\w+_token_id"), "a whole number", lambda value: _is_count(value)),
@@ -69,7 +70,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """What a GGUF file says of its model, and where its tensors are."""
+    """The metadata of a GGUF file, and the places of its tensors."""
 
     path: Path
     metadata: dict[str, Any]
@@ -123,12 +124,14 @@ class _Reader:
         if not isinstance(metadata.get("general.architecture"), str):
             raise self._refused("a model", "no general.architecture")
         for key, value in metadata.items():
-            expected = next(((words, holds) for names, words, holds in _TYPES if names.fullmatch(key)), None)
-            if expected is not None and not expected[1](value):
-                raise self._refused(f"{expected[0]} as {key}", repr(value)[:60])
+            rules = ((words, is_valid) for names, words, is_valid in _TYPES if names.fullmatch(key))
+            words, is_valid = next(rules, ("", lambda value: True))
+            if not is_valid(value):
+                raise self._refused(f"{words} as {key}", repr(value)[:60])
         parts = metadata.get("split.count", 1)
         if parts > 1:
             raise self._refused("a model in one file", f"one of {parts} parts; join them by llama-gguf-split --merge")
+        # Offsets of tensors are relative to the end of the header, rounded up.
         alignment = metadata.get("general.alignment", _ALIGNMENT)
         start = -(-self.at // alignment) * alignment
         placed = tuple(GgufTensor(name, shape, kind, start + offset) for name, shape, kind, offset in table)

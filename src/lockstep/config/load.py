@@ -41,7 +41,7 @@ def load(config: str | os.PathLike | Mapping[str, Any], where: str | None = None
         raise InputError(f"{where}: {one_line(Config, error)}") from None
 
 
-def given(path: Path | None, results: Results = Results()) -> Path:
+def find_config(path: Path | None, results: Results = Results()) -> Path:
     """Return `path`, by default the config of this folder.
 
     That is its config/config.yaml, else its only YAML file that names models, else that of the last run here
@@ -49,15 +49,14 @@ def given(path: Path | None, results: Results = Results()) -> Path:
     """
     if path is not None:
         return path
-    first_folder, *more_folders = (folder / DEMO for folder in source_folders())
+    working_folder, repository = source_folders()
     local_configs = configs_in(Path())
-    if len(local_configs) > 1:  # no one of them is the folder's
+    if len(local_configs) > 1:  # none of several is the folder's
         local_configs = []
-    places = [first_folder, *local_configs, results.config(), *more_folders]
-    existing = next((place for place in places if place.is_file()), None)
-    if existing is None:
-        raise InputError(f"{DEMO}: expected a config, found none here; name one by --config, or start in the checkout")
-    return existing
+    for place in (working_folder / DEMO, *local_configs, results.config(), repository / DEMO):
+        if place.is_file():
+            return place
+    raise InputError(f"{DEMO}: expected a config, found none here; name one by --config, or start in the checkout")
 
 
 def configs_in(folder: Path) -> list[Path]:
@@ -66,12 +65,9 @@ def configs_in(folder: Path) -> list[Path]:
     return [path for path in files if re.search(rb"^models\s*:", path.read_bytes(), re.MULTILINE)]
 
 
-def load_given(path: Path | None, results: Results = Results()) -> Config:
-    """Load the config at `path`, by default that of this folder.
-
-    `given` finds that. Raises InputError as `load` does.
-    """
-    return load(given(path, results))
+def load_config(path: Path | None, results: Results = Results()) -> Config:
+    """Load the config at `path`, by default that of this folder (`find_config`). Raises InputError as `load` does."""
+    return load(find_config(path, results))
 
 
 def load_merged(

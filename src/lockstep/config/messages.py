@@ -50,14 +50,17 @@ class Problem:
 
 def repeated(place: Location, items: Sequence[object]) -> list[Problem]:
     """Return the mistakes of a list that has an item twice."""
-    again = [index for index, item in enumerate(items) if item in items[:index]]
-    return [Problem((*place, index), f"expected each item once; found {items[index]!r} again") for index in again]
+    problems = []
+    for index, item in enumerate(items):
+        if item in items[:index]:
+            problems.append(Problem((*place, index), f"expected each item once; found {item!r} again"))
+    return problems
 
 
 class Problems(ValueError):
     """Mistakes across fields, raised inside a validator.
 
-    Pydantic can give only the place of the whole model there: their locations go on from it.
+    Pydantic knows only the place of the whole model there: their locations are relative to it.
     """
 
     def __init__(self, problems: Iterable[Problem]) -> None:
@@ -152,10 +155,11 @@ def _follows(detail: ErrorDetails) -> bool:
 
 
 def _problems(root: type[BaseModel], detail: ErrorDetails) -> Iterator[Problem]:
-    """Yield one pydantic error as problems. Ours, raised in a validator, bring their own places."""
+    """Yield one pydantic error as problems; our own `Problems`, raised in a validator, as they are."""
     cause = detail.get("ctx", {}).get("error")
     if isinstance(cause, Problems):
-        yield from (Problem((*detail["loc"], *problem.location), problem.text) for problem in cause.problems)
+        for problem in cause.problems:
+            yield Problem((*detail["loc"], *problem.location), problem.text)
         return
     location = _without_key_mark(root, detail)
     yield Problem(location, _text(root, {**detail, "loc": location}))
@@ -178,7 +182,7 @@ def _text(root: type[BaseModel], detail: ErrorDetails) -> str:
     kind = detail["type"]
     location = detail["loc"]
     value = detail["input"]
-    *_, container = (root, *_containers(root, location))
+    container = [root, *_containers(root, location)][-1]  # what holds the wrong value: the root for no location
     if kind == "extra_forbidden":
         allowed = list(container.model_fields)
         return f"unknown key{nearest(str(location[-1]), allowed) or ','} allowed: {', '.join(allowed)}"
@@ -213,7 +217,7 @@ def _hint(kind: str, value: Any) -> str:
     if kind in ("string_type", "invalid_key") and value is not None and not isinstance(value, (list, tuple, set, dict)):
         return " (put it in quotes)"
     if kind in ("int_type", "float_type") and isinstance(value, str) and value.strip().isdigit():
-        return " (leave the quotes away)"
+        return " (remove the quotes)"
     return ""
 
 
@@ -240,6 +244,7 @@ def _containers(root: type[BaseModel], location: Location) -> Iterator[Any]:
 
 
 def _inside(container: Any, part: Any) -> Any:
+    """Return the type of an entry of a container; None where it is of no type that is described here."""
     if isinstance(container, type) and issubclass(container, BaseModel):
         return getattr(container.model_fields.get(part), "annotation", None)
     if get_origin(container) is tuple:

@@ -54,7 +54,6 @@ _FLOAT_STYLES: dict[str, tuple[int, tuple[str, ...], tuple[int | None, ...]]] = 
     "naive-quantized": _FP8_STRATEGIES,
     "nvfp4-pack-quantized": (4, ("tensor_group",), (16,)),
 }
-_METHODS = ("gptq", "awq", "auto-round", "compressed-tensors", "fp8", "fbgemm_fp8", "modelopt", "bitsandbytes", MXFP4)
 _ACTIVATIONS = "activations"
 _CACHE = "KV caches"
 
@@ -146,12 +145,13 @@ def packing_of(config: Mapping[str, Any]) -> Packing | None:
     if not isinstance(settings, Mapping):
         raise ValidationError(KEY, "an object", settings)
     method = settings.get("quant_method")
-    if method in ("compressed-tensors", "compressed_tensors"):
-        return _compressed(settings)
+    if method == "compressed_tensors":  # another spelling
+        method = "compressed-tensors"
     readers = {
         "gptq": _gptq,
         "awq": _awq,
         "auto-round": _auto_round,
+        "compressed-tensors": _compressed,
         "fp8": _fp8,
         "fbgemm_fp8": _fp8,
         "modelopt": _modelopt,
@@ -159,7 +159,7 @@ def packing_of(config: Mapping[str, Any]) -> Packing | None:
         MXFP4: lambda _: Packing(MXFP4, 4, MXFP4_GROUP),
     }
     if method not in readers:
-        expected = f"{', '.join(_METHODS)}, or no quantization_config where the weights are in floating point"
+        expected = f"{', '.join(readers)}, or no quantization_config where the weights are in floating point"
         raise ValidationError(f"{KEY}.quant_method", expected, method)
     return readers[method](settings)
 
@@ -194,12 +194,13 @@ def _auto_round(settings: Mapping[str, Any]) -> Packing:
     if packed not in allowed:
         raise ValidationError(f"{KEY}.packing_format", " or ".join(allowed), packed)
     extra_config = settings.get("extra_config") or {}
-    layers = [extra_config]  # which is then invalid
+    layers = [None]  # which is invalid, as `extra_config` is
     if isinstance(extra_config, Mapping):
         layers = list(extra_config.values())
-    same = (None, settings.get("bits"), 16, 32)
-    if not all(isinstance(layer, Mapping) and layer.get("bits") in same for layer in layers):
+    allowed_bits = (None, settings.get("bits"), 16, 32)
+    if not all(isinstance(layer, Mapping) and layer.get("bits") in allowed_bits for layer in layers):
         raise ValidationError(f"{KEY}.extra_config", "layers of the same bits, or in floating point", extra_config)
+    # The packing format has decided the layout, which the readers of GPTQ and AWQ take from these keys.
     return allowed[packed]({**settings, "checkpoint_format": None, "format": None, "version": None})
 
 
@@ -290,8 +291,9 @@ def _compressed_group(settings: Mapping[str, Any], name: str, group: Any) -> Pac
         "type": ("int", None),
         "symmetric": (True, False, None),
         "dynamic": (False, None),
+        "actorder": (None, False, "weight", "static"),
     }
-    for key, choices in {**allowed, "actorder": (None, False, "weight", "static")}.items():
+    for key, choices in allowed.items():
         if weights.get(key) not in choices:
             raise ValidationError(f"{KEY}.{where}.{key}", " or ".join(map(str, choices)), weights[key])
     strategy = weights.get("strategy")

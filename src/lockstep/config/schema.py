@@ -147,7 +147,7 @@ class Config(Section):
         return {backend: reason for backend, reason in missing.items() if reason}
 
     def backend_of(self, name: str) -> str:
-        """Return the backend that a target names; of a device its backend."""
+        """Return the backend that a target names, or that of the device that it names."""
         if name in self.devices:
             return self.devices[name].backend
         return name
@@ -266,22 +266,19 @@ class Config(Section):
         return self.why_not_built(target) or self.cannot_run(target.backend)
 
     def reference_terms(self, model: str) -> dict[str, Any]:
-        """Return what a model's reference is made from, as plain JSON.
-
-        How many tokens, the prompts' texts, and the tokens of the long prompt.
-        """
+        """Return the parameters of a model's reference, as plain JSON: prompts, and how many tokens follow them."""
         golden = self.models[model].golden
         long_prompt = golden.long_prompt
         if long_prompt is None:  # as long as fits
             long_prompt = self.limits.max_seq_len - golden.max_new_tokens
-        terms: dict[str, Any] = {
+        parameters: dict[str, Any] = {
             "max_new_tokens": golden.max_new_tokens,
             "prompts": [prompt.text for prompt in golden.prompts],
             "long_prompt": long_prompt,
         }
         if self.models[model].kv_cache_dtype:
-            terms["kv_cache_dtype"] = self.models[model].kv_cache_dtype
-        return terms
+            parameters["kv_cache_dtype"] = self.models[model].kv_cache_dtype
+        return parameters
 
     def adapter_prompts(self, model: str) -> dict[str, tuple[Prompt, ...]]:
         """Return the golden prompts of each adapter of a model.
@@ -349,8 +346,9 @@ class Config(Section):
         if where:
             expected += f", in {where}"
         guess = ""
-        if text.count("/") == 3:  # on another backend
-            guess = nearest(text, [name for name in by_name if name.startswith(text.rpartition("/")[0] + "/")])
+        if text.count("/") == 3:  # a whole name: the same target on another backend is nearer than another model
+            same_target = text.rpartition("/")[0] + "/"
+            guess = nearest(text, [name for name in by_name if name.startswith(same_target)])
         guess = (guess or nearest(text, by_name)).replace(",", ";", 1)
         raise InputError(f"target: expected one of {expected}; found {describe(text)}{guess}")
 
@@ -363,10 +361,10 @@ class Config(Section):
     ) -> dict[str, Path]:
         """Check the config against the `config.json` of each model; return their folders.
 
-        For random weights the place is the config.json. `folders` is where relative sources are looked up (default:
-        working directory, then repository), `where` opens the message. No network is used: a model on the hub is held
-        against what `results` has of it, and left out before that. Raises InputError when a folder is not there, or is
-        a model with fewer layers or positions than asked.
+        For random weights the place is the config.json. folders: where relative sources are looked up (default: working
+        directory, then repository). where: opens the message. No network is used: a model on the hub is compared with
+        the files that `results` has of it, and left out before it has any. Raises InputError when a folder is not
+        there, or is a model with fewer layers or positions than asked.
         """
         paths: dict[str, Path] = {}
         problems: list[Problem] = []

@@ -45,6 +45,7 @@ _HUB_URL = re.compile(
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://|git@|www\.", re.ASCII)
 _ORG_AND_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?:@[\w.+/-]+)?", re.ASCII)
 _SEED = re.compile(r"[0-9]{1,18}", re.ASCII)
+_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True)
@@ -217,16 +218,12 @@ def places_of(path: str, folders: Sequence[str | os.PathLike] | None) -> list[Pa
     return list(dict.fromkeys(Path(os.path.normpath(base / path)) for base in bases))
 
 
-_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-
-
 @dataclass(frozen=True)
 class CheckpointShape:
-    """The facts of a model that the config is compared with.
+    """The facts of a model that the config is compared with. None: its files do not say.
 
-    The model's depth, and how many positions it knows (None: it does not say), with the key that says so; how weights
-    that stay quantised are packed; about how many parameters it has (None: it does not say); how long rows of linear
-    layers are, by what says so; and how many heads queries have, and keys (None: it does not say).
+    limited_by: the key that says max_position_embeddings. packing: of weights that stay quantised. num_parameters: an
+    estimate. linear_rows: {key that says it: numbers of a row of linear layers}. num_heads: of queries, and of keys.
     """
 
     num_hidden_layers: int
@@ -283,17 +280,17 @@ def read_shape(path: Path) -> CheckpointShape:
     packing = packing_of(value)
     if packing is not None and not packing.stays:
         packing = None
+    limits: list[tuple[int, str]] = []
+    for part in model_config.parts(value):
+        limits += model_config.first_chunk(part)
+    longrope_length = _longrope_length(value)
+    if longrope_length is not None:
+        reason = "original_max_position_embeddings: beyond it longrope changes the keys of all positions"
+        limits.append((longrope_length, reason))
     positions = model_config.setting(value, model_config.POSITION_KEYS)
-    first = _first_frequencies(value)
-    limits = [limit for part in model_config.parts(value) for limit in model_config.first_chunk(part)]
-    if first is not None:
-        limits.append((first, "original_max_position_embeddings: beyond it longrope changes the keys of all positions"))
-    min_limit, reason = min(limits, default=(None, ""))
-    if min_limit is not None and (positions is None or min_limit < positions):
-        positions = min_limit
-        limited_by = reason
-    else:
-        limited_by = "max_position_embeddings"
+    limited_by = "max_position_embeddings"
+    if limits and (positions is None or min(limits)[0] < positions):
+        positions, limited_by = min(limits)
     parameters = num_parameters(value, depth)
     heads = tuple(model_config.setting(value, (key,)) for key in ("num_attention_heads", "num_key_value_heads"))
     rows = model_config.linear_rows(value)
@@ -318,10 +315,10 @@ def _gguf_shape(path: Path) -> CheckpointShape:
     return CheckpointShape(sizes["block_count"], sizes["context_length"], limit, None, parameters, rows, heads)
 
 
-def _first_frequencies(value: dict[str, Any]) -> int | None:
-    """Return how many positions keep the first frequencies of a `longrope` RoPE.
+def _longrope_length(value: dict[str, Any]) -> int | None:
+    """Return how many positions a `longrope` RoPE computes with its first frequencies; None for other types of RoPE.
 
-    They are the only ones that a KV cache allows. None for other RoPE types.
+    Beyond them the frequencies of all positions change, also of keys that a KV cache holds already.
     """
     for part in model_config.parts(value):
         rope = part.get("rope_parameters") or part.get("rope_scaling")
@@ -342,6 +339,6 @@ def _read_object(path: Path) -> dict[str, Any]:
         raise InputError(f"expected a readable file at {path}; found {error.strerror}") from None
     if not isinstance(value, dict):
         raise InputError(f"expected a JSON object in {path}; found {type(value).__name__}")
-    if wrong := model_config.first_error(value):
-        raise InputError(f"expected {wrong.expected} as {wrong.where} in {path}; found {repr(wrong.actual)[:60]}")
+    if invalid := model_config.first_error(value):
+        raise InputError(f"expected {invalid.expected} as {invalid.where} in {path}; found {repr(invalid.actual)[:60]}")
     return value

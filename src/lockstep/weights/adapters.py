@@ -62,15 +62,15 @@ def empty_arrays(
     part: BoundBlock,
     dtype: np.dtype,
     empty: Callable[[Sequence[int], np.dtype], Any] = np.zeros,
-    but: Collection[str] = (),
+    existing: Collection[str] = (),
 ) -> dict[str, Any]:
     """Return new arrays for the inputs of a block that adapters are written to, by input name.
 
-    empty: makes an array of a shape and a dtype. but: inputs that already have an array.
+    empty: makes an array of a shape and a dtype. existing: inputs that already have an array.
     """
     if slots is None:
         return {}
-    return {name: empty(shape, dtype) for name, shape in slots.shapes(part.graph) if name not in but}
+    return {name: empty(shape, dtype) for name, shape in slots.shapes(part.graph) if name not in existing}
 
 
 def arrays_of(
@@ -112,6 +112,7 @@ def open_adapters(path: str | os.PathLike) -> dict[str, LoadedAdapter]:
 
 
 def adapter_of_bytes(name: str, adapter: Adapter, data: np.ndarray, folder: Path) -> LoadedAdapter:
+    """Return an adapter whose file of matrices has the bytes `data`, uint8."""
 
     def array(place: TensorPlace) -> np.ndarray:
         raw = data[place.offset : place.offset + place.length]
@@ -168,6 +169,7 @@ def write_adapter(
     first = adapter_slot * max_lora_rank
     columns = slice(first, first + max_lora_rank)
     for layer in arrays:
+        # The slot may hold an earlier adapter, of a larger rank or of more modules.
         layer.a[:, columns] = 0
         layer.b[columns] = 0
         if adapter is not None and layer.module in adapter.modules:

@@ -59,6 +59,15 @@ _REASONS = {
     "target_parameters": "parameters that are no linear layers (experts) were adapted",
     "layer_replication": "layers are repeated",
 }
+_RETRAIN = "merge it into the checkpoint with PEFT, or train it without"
+# {part of a tensor's name: what PEFT saves so}, the first that fits counts.
+_KINDS = {
+    "lora_magnitude_vector": "DoRA",
+    "lora_embedding_": "an adapter of the embedding",
+    "modules_to_save": "a module that was saved whole",
+    "bias": "a bias",
+    "lora_": "another layout",
+}
 
 
 def resolve_adapters(
@@ -146,26 +155,20 @@ def check_folder(folder: Path, checkpoint: CheckpointManifest, where: str) -> Ad
             f"{where}: {folder}: expected {WEIGHTS}, found {actual}; save it with "
             "PeftModel.save_pretrained(folder, safe_serialization=True)"
         )
-    modules = _modules(path, read_header(path), config, where)
-    base = config.get("base_model_name_or_path")
-    trained_on = ""
-    if base:
-        trained_on = f" (trained on {shorten(base)})"
+    matrices = _modules(path, read_header(path), config, where)
     packing = packing_of(checkpoint.config)
     weights = checkpoint.tensors
     if packing is None or packing.layout != _SHAPELESS:
         weights = unpacked_places(weights, packed_weights(packing, weights, Path(checkpoint.source)))
     scale = _scale(config, "")
+    modules = {}
     scales = {}
-    for module in modules:
-        module_scale = _scale(config, module)
-        if module_scale != scale:
-            scales[language_name(module)] = module_scale
-    modules = {language_name(module): entry for module, entry in modules.items()}  # trained in a wrapper of the model
-    for module, entry in modules.items():
-        _check_against_base(
-            path, module, entry, checkpoint, weights, bool(config.get("fan_in_fan_out")), where, trained_on
-        )
+    for name, entry in matrices.items():
+        module = language_name(name)  # an adapter may have been trained in a wrapper of the language model
+        modules[module] = entry
+        if _scale(config, name) != scale:
+            scales[module] = _scale(config, name)
+        _check_against_base(f"{where}: {path}", module, entry, checkpoint, weights, config)
         for place in (entry.a, entry.b):
             _check_finite(path, module, place, where)
     rank = max(module.rank for module in modules.values())
@@ -174,8 +177,9 @@ def check_folder(folder: Path, checkpoint: CheckpointManifest, where: str) -> Ad
         digest = sha256_file(folder / name)
         remember(folder / name, digest)
         files.append(StoredFile(name, (folder / name).stat().st_size, digest))
-    trained_for = base if isinstance(base, str) else ""
-    return Adapter("", ".", tuple(files), rank, scale, trained_for, modules, scales=scales)
+    base = config.get("base_model_name_or_path")
+    base_model = base if isinstance(base, str) else ""
+    return Adapter("", ".", tuple(files), rank, scale, base_model, modules, scales=scales)
 
 
 def _of_module(config: Mapping[str, Any], pattern: str, key: str, module: str) -> Any:
@@ -245,9 +249,6 @@ def _read_config(folder: Path, where: str) -> dict[str, Any]:
     return config
 
 
-_RETRAIN = "merge it into the checkpoint with PEFT, or train it without"
-
-
 def _modules(
     path: Path, tensors: Mapping[str, TensorPlace], config: Mapping[str, Any], where: str
 ) -> dict[str, AdaptedModule]:
@@ -300,43 +301,36 @@ def _kind(name: str) -> str:
     return "no part of a LoRA"
 
 
-_KINDS = {
-    "lora_magnitude_vector": "DoRA",
-    "lora_embedding_": "an adapter of the embedding",
-    "modules_to_save": "a module that was saved whole",
-    "bias": "a bias",
-    "lora_": "another layout",
-}
-
-
 def _check_against_base(
-    path: Path,
+    where: str,
     module: str,
     entry: AdaptedModule,
     checkpoint: CheckpointManifest,
     weights: Mapping[str, TensorPlace],
-    transposed: bool,
-    where: str,
-    trained_on: str,
+    config: Mapping[str, Any],
 ) -> None:
     """Check that a module's matrices fit a linear weight of the checkpoint.
 
-    weights: of the checkpoint, packed ones with their unpacked shape. trained_on: the base in the adapter's config, for
-    the message; may be empty. Raises InputError where they do not fit.
+    weights: of the checkpoint, packed ones with their unpacked shape. config: of the adapter. Raises InputError where
+    they do not fit.
     """
     base = weights.get(name_in_checkpoint(f"{module}.weight", weights))
-    remedy = f"is it an adapter of this model{trained_on}?"
+    remedy = "is it an adapter of this model?"
+    if trained_on := config.get("base_model_name_or_path"):
+        remedy = f"is it an adapter of this model (trained on {shorten(trained_on)})?"
     if base is None:
         raise InputError(
-            f"{where}: {path}: expected modules of the base ({checkpoint.source}, {checkpoint.model_type}), found "
+            f"{where}: expected modules of the base ({checkpoint.source}, {checkpoint.model_type}), found "
             f"{module}, whose weight the checkpoint does not have; {remedy}"
         )
-    shape = list(base.shape[::-1] if transposed else base.shape)
+    shape = list(base.shape)
+    if config.get("fan_in_fan_out"):  # the base holds its weights as [in_features, out_features], as GPT-2 does
+        shape.reverse()
     actual = [entry.b.shape[0], entry.a.shape[1]]
-    is_two_a_byte = base.dtype == "U8" and 2 * math.prod(base.shape) == math.prod(actual)
+    is_two_a_byte = base.dtype == "U8" and 2 * math.prod(base.shape) == math.prod(actual)  # of `_SHAPELESS`
     if shape != actual and not is_two_a_byte:
         raise InputError(
-            f"{where}: {path}: {module}: expected [out_features, in_features] {shape} as the base "
+            f"{where}: {module}: expected [out_features, in_features] {shape} as the base "
             f"({checkpoint.source}) has, found {actual}; {remedy}"
         )
 

@@ -36,7 +36,7 @@ def e4m3() -> np.ndarray:
 class Coded:
     """A weight of `shape` [out_features, in_features], or a stack of them, that is stored as codes.
 
-    Rows of a stack are its matrices. arrays: its tensors by role (`checkpoint.packed.PackedWeight`).
+    The rows of a stack are its matrices. arrays: its tensors by role (`checkpoint.packed.PackedWeight`).
     """
 
     packing: Packing
@@ -97,7 +97,8 @@ class Coded:
     def _bnb4(self, rows: slice) -> np.ndarray:
         state = BlockState.parse(self.arrays["state"].tobytes())
         columns = self.shape[1]
-        # start is even: rows come in multiples of eight
+        # Blocks of scales run on over the ends of rows. `start` is even, as two codes are in a byte: `row_blocks` gives
+        # rows in multiples of eight.
         start = rows.start * columns
         stop = rows.stop * columns
         packed = self.arrays["data"].reshape(-1)[start // 2 : -(-stop // 2)]

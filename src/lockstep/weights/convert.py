@@ -74,6 +74,7 @@ def convert(checkpoint_json: Path, precision: str, out_json: Path, assembly_json
         for path in stale:  # of an earlier checkpoint, in no manifest any more
             path.unlink()
     else:
+        # A stack, for `replacing` begins late, when the new file is whole, and ends when the manifest is written.
         with contextlib.ExitStack() as stack:
 
             def before_replaced() -> None:
@@ -149,7 +150,7 @@ def _check_packed(source: Source, expected: QuantizedTensors, assembly_json: Pat
     stored = source.manifest.quantization
     for name, bits in expected.bits.items():
         stored_bits = stored.bits.get(name) if stored else None
-        if stored is None or stored_bits != bits or _form(stored) != _form(expected):
+        if stored is None or stored_bits != bits or _extra_parts(stored) != _extra_parts(expected):
             raise InputError(
                 f"{assembly_json}: expected {name!r} as the checkpoint has it quantised, found {bits} bits in the "
                 f"graphs, {stored_bits or 'none'} in {source.folder}; export again"
@@ -161,7 +162,7 @@ def _check_packed(source: Source, expected: QuantizedTensors, assembly_json: Pat
             )
 
 
-def _form(quantized: QuantizedTensors) -> tuple[bool, bool, bool]:
+def _extra_parts(quantized: QuantizedTensors) -> tuple[bool, bool, bool]:
     return quantized.zero_points, quantized.ordered, quantized.mxfp4
 
 
@@ -169,7 +170,7 @@ def _check_finite(source: Source) -> None:
     buffer = np.empty(PIECE_BYTES, np.uint8)
     for name, place in source.tensors.items():
         if place.dtype in FLOAT_DTYPES:
-            for _ in source.finite_pieces(name, buffer):
+            for _ in source.finite_pieces(name, buffer):  # which raises
                 pass
 
 

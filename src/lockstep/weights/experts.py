@@ -50,16 +50,14 @@ class WeightInputs:
                 continue
             shape, dtype = self.slots[slot]
             check_arrays([weights[name] for name in names], shape, dtype, f"{where}: slot {slot}")
-            # A checkpoint has a tensor for each expert, or several of one, or all experts stacked in few tensors.
+            # A checkpoint has one or several tensors for each expert, or fewer tensors, each of many experts.
             per_expert, remainder = divmod(len(names), len(inputs))
             if not remainder:
                 for number, name in enumerate(inputs):
                     bound[name] = names[number * per_expert : (number + 1) * per_expert]
                 continue
             stack = slot_array(weights, names, shape)
-            tensor = None
-            if len(names) == 1:
-                tensor = names[0]
+            tensor = names[0] if len(names) == 1 else None
             for number, name in enumerate(inputs):
                 tensors.add(name, tensor, number, stack)
                 bound[name] = [name]

@@ -18,7 +18,7 @@ def scales_of(groups: np.ndarray, bits: int) -> np.ndarray:
     groups: finite numbers, float32 [num_groups, group_size].
     """
     largest = np.take_along_axis(groups, np.abs(groups).argmax(axis=1)[:, None], axis=1)[:, 0]
-    return (largest * np.float32(-1.0 / (1 << bits - 1))) + np.float32(0)  # no negative zero
+    return (largest * np.float32(-1.0 / (1 << bits - 1))) + np.float32(0)  # -0 + 0 is 0: a group of zeros has one scale
 
 
 def integers_of(groups: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:

@@ -89,8 +89,8 @@ class Weights:
                 maps[name] = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
         for name, info in manifest.tensors.items():
             _check_place(manifest_path, name, info, maps[info.file].size)
-        quantized = manifest.group_size, manifest.transposed
-        return cls(manifest_path, manifest.precision, paths, maps, manifest.tensors, *quantized)
+        group_size = manifest.group_size
+        return cls(manifest_path, manifest.precision, paths, maps, manifest.tensors, group_size, manifest.transposed)
 
     @property
     def checkpoint(self) -> object:
@@ -159,6 +159,7 @@ class Weights:
         numbers = dequantize(data, scales, self.group_size, zeros)
         if order_name(name) not in self._tensors:
             return numbers
+        # The order has the column of each place within the groups: numbers go back to their columns.
         ordered = np.empty_like(numbers)
         ordered[:, self[order_name(name)]] = numbers
         return ordered
@@ -231,7 +232,7 @@ class Weights:
         return array
 
     def drop_pages(self) -> None:
-        """Return the memory of mapped pages to the system; pages that are read later are mapped again."""
+        """Return the memory of mapped pages to the system; pages that are read later are read from the file again."""
         for mapped in self._maps.values():
             cast(Any, mapped.base).obj.madvise(mmap.MADV_DONTNEED)
 

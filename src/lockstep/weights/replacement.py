@@ -38,10 +38,8 @@ def write_manifest(folder: Path, served: Path, out: Path) -> None:
     missing = truncate_list(sorted(expected.tensors.keys() - places.keys()))
     extra = truncate_list(sorted(places.keys() - expected.tensors.keys()))
     if missing or extra:
-        raise InputError(
-            f"{folder}: expected the {len(expected.tensors)} tensors that are served, found "
-            f"{f'no {missing}' if missing else f'also {extra}'}"
-        )
+        difference = f"no {missing}" if missing else f"also {extra}"
+        raise InputError(f"{folder}: expected the {len(expected.tensors)} tensors that are served, found {difference}")
     for name, place in expected.tensors.items():
         actual = places[name]
         if (actual.dtype, actual.shape) != (place.dtype, place.shape):

@@ -68,7 +68,7 @@ def _check_scales(weights: Weights, names: Sequence[str], where: str) -> None:
 def _fits(shape: Sequence[int], expected: Sequence[int | str]) -> bool:
     if len(shape) != len(expected):
         return False
-    return all(isinstance(size, str) or size == found_size for found_size, size in zip(shape, expected))
+    return all(isinstance(size, str) or size == actual_size for actual_size, size in zip(shape, expected))
 
 
 def check_inputs(slots: Collection[str], inputs: Collection[str], where: str) -> None:

@@ -100,7 +100,7 @@ class Source:
 
         buffer: uint8 of PIECE_BYTES. Read, not mapped: a file that shrinks meanwhile is then an error, not a SIGBUS.
         """
-        if name in self.transposed:
+        if name in self.transposed:  # read whole: a row of the result is spread over all of the tensor
             stored = replace(self, tensors=self.manifest.tensors, transposed=()).array(name)
             data = np.ascontiguousarray(stored.T).reshape(-1).view(np.uint8)
             yield from _cut(data)
@@ -177,7 +177,7 @@ class Source:
             yield piece, bits
 
     def _refuse_non_finite(self, name: str, buffer: np.ndarray) -> None:
-        """Read the whole tensor again to count what the user needs to know."""
+        """Raise InputError, after reading the whole tensor again to count what the message says."""
         total = NonFinite(-1, 0, 0)
         position = 0
         dtype = self.tensors[name].dtype
@@ -202,7 +202,7 @@ def _cut(data: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _as_bytes(place: TensorPlace) -> TensorPlace:
-    """Return the place of a tensor with byte codes for a type that NumPy lacks."""
+    """Return the place of a tensor, as bytes where NumPy lacks its type of codes."""
     return replace(place, dtype="U8") if place.dtype in _CODES else place
 
 

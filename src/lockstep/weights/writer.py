@@ -30,6 +30,7 @@ from lockstep.weights.packed import pack_zero_points
 from lockstep.weights.scan import from_bits
 from lockstep.weights.source import PIECE_BYTES, Source
 
+# (source, tensor of the file, group size, buffer for `Source.pieces`) -> the bytes of a part of a quantised tensor.
 ReadPart = Callable[["Source", "Stored", int, np.ndarray], Iterator[memoryview]]
 Pieces = Callable[[str], Iterable[np.ndarray]]
 
@@ -68,7 +69,7 @@ def write_cast(
     Returns the file and its tensors for the weights manifest. `before_rename` is called when the file is complete and
     not yet in place. On any error `path` does not change.
     """
-    stored = _stored(source.tensors, dtypes, quantized)
+    stored = _entries(source.tensors, dtypes, quantized)
     header, tensors = layout(stored, path.name)
     size = len(header) + sum(place.length for place in tensors.values())
     contents = _contents(header, source, [stored[name] for name in tensors], quantized)
@@ -119,9 +120,10 @@ def write_stream(
     return digest.hexdigest()
 
 
-def _stored(
+def _entries(
     tensors: Mapping[str, TensorPlace], dtypes: Mapping[str, str], quantized: QuantizedTensors | None
 ) -> dict[str, Stored]:
+    """Return the tensors of the file to write, a quantised one in its parts."""
     stored = {}
     for name, place in tensors.items():
         if quantized is None or name not in quantized.bits:
@@ -191,10 +193,8 @@ def _contents(
 
 
 def _quantize(source: Source, entry: Stored, group_size: int, buffer: np.ndarray) -> Iterator[memoryview]:
-    """Yield the data or the scales of a tensor, quantised.
-
-    A piece holds whole groups: both are powers of two and a row ends with one.
-    """
+    """Yield the data or the scales of a tensor, quantised."""
+    # A piece holds whole groups: the sizes of both are powers of two, and a row has whole groups.
     assert entry.bits is not None
     for piece in _cast(source, entry.name, "F32", buffer):
         groups = np.frombuffer(piece, np.float32).reshape(-1, group_size)
@@ -212,17 +212,15 @@ def _bytes_of(array: np.ndarray) -> memoryview:
 def _quantize_rows(source: Source, entry: Stored, _: int, buffer: np.ndarray) -> Iterator[memoryview]:
     """Yield the data or the scales of a tensor as e4m3, by whole rows, which may span several pieces."""
     columns = source.tensors[entry.name].shape[-1]
-    numbers = np.empty(0, np.float32)  # the rest of the last piece: the beginning of a row
+    numbers = np.empty(0, np.float32)  # the start of a row, from the end of the last piece
     for piece in _cast(source, entry.name, "F32", buffer):
         numbers = np.concatenate([numbers, np.frombuffer(piece, np.float32)])
         count = numbers.size // columns
         if count:
             rows = numbers[: count * columns].reshape(count, columns)
             numbers = numbers[count * columns :]
-            part = e4m3.row_scales(rows)
-            if entry.part != "scales":
-                part = e4m3.codes_of(rows, part)
-            yield _bytes_of(part)
+            scales = e4m3.row_scales(rows)
+            yield _bytes_of(scales if entry.part == "scales" else e4m3.codes_of(rows, scales))
 
 
 def _read_codes(source: Source, entry: Stored, _: int, __: np.ndarray) -> Iterator[memoryview]:
@@ -263,6 +261,7 @@ def _cast(source: Source, name: str, dtype: str, buffer: np.ndarray) -> Iterator
         numbers = piece.view(stored_dtype)
         cast = out[: numbers.size]
         with np.errstate(over="ignore", under="ignore"):  # overflow is rejected, underflow is rounded
+            # Rounding keeps the order of magnitudes: if the largest one does not overflow, none does.
             if np.isinf(from_bits(stored, bits, stored_dtype).astype(cast_dtype))[0]:
                 _refuse_overflow(source, name, dtype, buffer)
             np.copyto(cast, numbers, casting="unsafe")

@@ -15,7 +15,7 @@ from recorded import recorded
 from lockstep.artifacts.files import sha256_file, write_json
 from lockstep.artifacts.summary import Reproduction
 from lockstep.cli.main import main
-from lockstep.config.load import load_given
+from lockstep.config.load import load_config
 from lockstep.provenance.lock import Lock
 from lockstep.targets import Results, Target
 from lockstep_serve.triton.repository.write import Repository, write_repository
@@ -30,7 +30,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         shutil.copytree(ROOT / name, tmp_path / name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LOCKSTEP_CACHE", raising=False)
-    write_json("results/config.json", load_given(None).dump())
+    write_json("results/config.json", load_config(None).dump())
     return tmp_path
 
 

@@ -135,7 +135,7 @@ MISTAKES = [
     ("max_batch_size: 4", "max_batch_size: 0", "limits.max_batch_size: expected at least 1; found 0"),
     ("max_batch_size: 4", "max_batch_size: 4.0", "limits.max_batch_size: expected an integer; found 4.0"),
     ("max_batch_size: 4", "max_batch_size: '4'",
-     "limits.max_batch_size: expected an integer; found '4' (leave the quotes away)"),
+     "limits.max_batch_size: expected an integer; found '4' (remove the quotes)"),
     ("max_batch_size: 4", "max_batch_size: on", "limits.max_batch_size: expected an integer; found true"),
     ("max_batch_size: 4", "max_batch_size: 4000000000",
      "limits.max_batch_size: expected at most 2147483647; found 4000000000"),
