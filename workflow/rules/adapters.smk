@@ -1,9 +1,9 @@
-# Adapters (LoRA) of a model: which bytes, what transformers says with each, and whether the engine set says the same.
+# Adapters (LoRA) of a model: their bytes, transformers' answers with each, and whether the engine set gives the same.
 
 
 rule fetch_adapters:
     output:
-        # Not deleted before: the commits that branches were found at lie beside it.
+        # Not deleted before the job: next to it lie the commits that branches were at.
         update("<results>/{model}/adapter_sources.json"),
     log:
         "<results>/logs/fetch_adapters/{model}.log",

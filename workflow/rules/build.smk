@@ -5,7 +5,7 @@ rule build:
     input:
         assembly="<results>/{model}/{precision}/graphs/assembly.json",
     output:
-        # Not deleted before: engines that still fit are kept.
+        # Not deleted before the job: engines of graphs that have not changed are kept.
         update("<results>/{model}/{precision}/engines/{backend}/engines.json"),
     log:
         "<results>/logs/build/{model}/{precision}/{backend}.log",

@@ -3,7 +3,7 @@
 
 rule fetch:
     input:
-        # Held against the model's config.json before its weights are downloaded; another config downloads nothing again.
+        # Compared with the model's config.json before its weights are downloaded; another config downloads nothing again.
         config=ancient("<results>/config.json"),
     output:
         # Not deleted before: it names the commit that a branch was found at.
@@ -100,7 +100,7 @@ rule architecture:
 rule convert:
     input:
         checkpoint="<results>/{model}/checkpoint.json",
-        # What weights are quantised or rounded for: the weight inputs of the graphs.
+        # The weight inputs of the graphs, for which weights are quantised or rounded.
         assembly=branch(is_rounded, then="<results>/{model}/{precision}/graphs/assembly.json"),
     output:
         "<results>/{model}/{precision}/weights.json",

@@ -1,4 +1,4 @@
-# What all rules share: the plan of what the config makes, and what their inputs and parameters are made of.
+# Shared by all rules: the plan, which the package makes of the config, and functions for their inputs and parameters.
 
 import gc
 import json
@@ -10,7 +10,8 @@ from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 
-# The objects of a plan stay until the run ends: looking for garbage among those of a thousand targets is a seventh of the time of planning.
+# The objects of a plan stay until the run ends: to look for garbage among those of a thousand targets takes a seventh of
+# the time of planning.
 gc.set_threshold(200_000)
 
 
@@ -28,17 +29,18 @@ SOURCES = Path(workflow.current_basedir.get_path_or_uri(secret_free=True)).paren
 if SOURCES.is_dir() and str(SOURCES) not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
     os.environ.update(PYTHONPATH=os.pathsep.join(filter(None, [str(SOURCES), os.environ.get("PYTHONPATH")])))
 
-# Where the results lie: a module's `prefix` stands before them.
+# The results folder. In a workflow that has this one as a module, it opens with the module's `prefix`.
 RESULTS = os.path.dirname(rules.config.output[0])
 
 
 def ask_package(command, question):
-    """What the package answers, which has a process of its own: all that is parsed here needs Snakemake alone."""
+    """Ask the package in another process, whose Python may be another one: Snakemake's needs none of its packages."""
     arguments = [str(sys.executable), "-P", "-m", "lockstep.workflow", command]
     try:
         process = subprocess.run(arguments, input=json.dumps(question, default=str), capture_output=True, text=True)
     except OSError as error:
         raise WorkflowError(f"{sys.executable}: {error.strerror}; {INSTALL}")
+    # 3: a package that lockstep needs is not installed (lockstep.workflow.__main__).
     if process.returncode == 3 or "No module named lockstep" in process.stderr:
         raise WorkflowError(f"{process.stderr.strip().splitlines()[-1]}; {INSTALL}")
     sys.stderr.write(process.stderr)
@@ -82,7 +84,7 @@ for line in PLAN.get("notes", []):
 for line in PLAN.get("warnings", []):
     logger.warning(line)
 
-# With `--config device=NAME` only what that device is needed for is made: how to run, too.
+# With `--config device=NAME` a run makes only the targets of that device.
 DEVICE = PLAN.get("device")
 # The file name of a target's page.
 CONSTRAINTS = PLAN.get("constraints", dict.fromkeys(["model", "precision", "layers", "backend"], "[^/]+"))
@@ -94,7 +96,7 @@ wildcard_constraints:
 
 
 def of_config(name):
-    """A parameter: what the config says to a job (src/lockstep/stages/params.py)."""
+    """A parameter that a job takes from the config (src/lockstep/stages/params.py)."""
 
     def value(wildcards):
         names, values = plan()["params"][name]
@@ -150,7 +152,7 @@ def collected(pattern, word):
     def paths(wildcards):
         if DEVICE is not None and "{backend}" not in pattern:
             return []
-        targets = [one for one in plan()["targets"][word] if DEVICE in (None, one["backend"])]
+        targets = [target for target in plan()["targets"][word] if DEVICE in (None, target["backend"])]
         return list(dict.fromkeys(pattern.format(**target) for target in targets))
 
     return paths
@@ -164,7 +166,7 @@ def certificates(wildcards):
 def compute_threads(wildcards):
     """Threads of a job that computes a whole model. Snakemake lowers it to the cores it was given."""
     size = weight_bytes(wildcards.model)
-    # Of less, more threads do not pay: several jobs beside each other do.
+    # A small model is no faster with more threads; several jobs at once are.
     if size < 100_000_000:
         return 1
     return 4 if size < 2_000_000_000 else 16

@@ -1,4 +1,4 @@
-# Each engine against its graph as it is written, in ONNX Runtime and Polygraphy.
+# Each engine compared with its graph as it is written, in ONNX Runtime and Polygraphy.
 
 
 rule compare:

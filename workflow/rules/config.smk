@@ -1,4 +1,5 @@
-# The config as it is used.
+# The config as it is used. This file comes before common.smk, which takes the results folder from this rule's output, and
+# whose functions are only there when a job asks for its parameters.
 
 
 rule config:

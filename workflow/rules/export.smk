@@ -1,4 +1,4 @@
-# Graphs without weights, and the proof that they compute what the model computes.
+# Graphs without weights, and the check that they compute the same as the model.
 
 
 rule export:

@@ -1,4 +1,4 @@
-# What the model says in Hugging Face transformers, and whether the engine set says the same.
+# The answers of the model in Hugging Face transformers, and whether the engine set gives the same.
 
 
 rule reference:
@@ -67,7 +67,7 @@ rule quality:
         max_perplexity_change=of_config("max_perplexity_change"),
         stage=stage_of("quality"),
     script:
-        "../scripts/stage.py"
+        SCRIPTS["stage"]
 
 
 rule golden:

@@ -1,6 +1,6 @@
 # All checks of all targets in one place.
 
-# What a run makes for its own sake: engines, and what the checks of each say of them. The word names the targets.
+# What a run is for: engines, and the reports of their checks. The word names the targets (src/lockstep/stages/rules.py).
 CHECKED = dict(
     engines=collected("<results>/{model}/{precision}/engines/{backend}/engines.json", "built"),
     validated=collected("<results>/{model}/{precision}/validate/{layers}.json", "all"),

@@ -1,12 +1,13 @@
-# What jobs ask of a cluster: memory, minutes and GPUs. Locally only `gpu` counts, unless `--resources mem_mb=N` is given.
+# Resources of jobs on a cluster: memory, minutes and GPUs. Locally only `gpu` counts, unless `--resources mem_mb=N` is given.
 
 
 def weight_bytes(model):
-    """Bytes of a model's weights in 16 bits; of one on the hub what is there once a job has fetched it."""
+    """Bytes of a model's weights in 16 bits."""
     files = plan()["models"][model]
     folder = Path(RESULTS, model, "checkpoint")
     if files["kind"] != "hub" or not folder.with_name("source.json").is_file():
         return files["bytes"]
+    # The plan was made before this run fetched it.
     quantized = json.loads((folder / "config.json").read_text()).get("quantization_config", {})
     bits = 4 if quantized.get("quant_method") == "mxfp4" else quantized.get("bits", 16)
     return sum(path.stat().st_size for path in folder.glob("*.safetensors")) * 16 // bits
@@ -37,6 +38,6 @@ def gpus_of_ranks(wildcards):
     return gpus(wildcards) * plan()["models"][wildcards.model]["tensor_parallel"]
 
 
-# What a job asks a cluster for, where the config has devices.
+# The model of GPU that a job asks a cluster for, where the config has devices.
 GPU_MODELS = PLAN.get("gpu_models")
 GPU_MODEL = {"gpu_model": lambda wildcards: GPU_MODELS.get(wildcards.backend)} if GPU_MODELS else {}

@@ -1,4 +1,4 @@
-# Whether a server on the engine set answers what the golden check found.
+# Whether a server on the engine set gives the answers of the golden check.
 
 
 rule served:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 
 import pytest
 
@@ -22,6 +23,12 @@ def test_a_stage_has_a_rule_that_says_what_it_needs(name: str) -> None:
     assert {*rule.params} <= {*params.names(), *PARAMS} and "stage" in rule.params
     assert any(f'stage_of("{name}")' in path.read_text() for path in text), "it runs its own stage"
     assert rule.name == name and rule.output.endswith(".json")
+
+
+def test_scripts_are_found_by_a_module_from_git() -> None:
+    """Snakemake joins no relative path to a `gitfile`, which the table `SCRIPTS` makes up for."""
+    scripts = re.findall(r"^    script:\n +(.*)$", "".join(path.read_text() for path in FOLDER.glob("*.smk")), re.M)
+    assert len(scripts) > len(STAGES) and all(script.startswith('SCRIPTS["') for script in scripts)
 
 
 def test_the_results_tree_has_the_paths_of_the_rules() -> None:
