@@ -88,10 +88,7 @@ class Ended(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def _ending_raises() -> Iterator[None]:
-    """Raise Ended where the signals of `ENDING` would end this process at once.
-
-    A signal that is ignored (`nohup`) or handled stays so.
-    """
+    """Raise Ended where a signal of `ENDING` would end this process; ignored (`nohup`) or handled ones stay so."""
     if threading.current_thread() is not threading.main_thread():  # Python takes signals in the main thread only
         yield
         return

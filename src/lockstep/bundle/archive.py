@@ -132,10 +132,7 @@ class Archive:
 
 
 def write_archive(path: Path, about: About, entries: Sequence[Entry]) -> Path:
-    """Write the bundle of `entries`, whole or not at all.
-
-    Large files are streamed. Raises InputError for a file that is not of its digest.
-    """
+    """Write the bundle of `entries`, whole or not at all. Raises InputError for a file that is not of its digest."""
     entries = sorted(entries, key=lambda entry: entry.name)
     manifest = BundleManifest(about, tuple(Listed(entry.name, entry.size, entry.sha256) for entry in entries))
     try:

@@ -35,10 +35,7 @@ def limit_problems(limits: Limits) -> Iterator[Problem]:
 
 
 def name_problems(names: Iterable[str]) -> Iterator[Problem]:
-    """Yield models whose names differ only in capitals.
-
-    A name is a folder: where a file system does not tell capitals from small letters, two models would share one.
-    """
+    """Yield models whose names differ only in capitals: some file systems have one folder for both."""
     first: dict[str, str] = {}
     for name in names:
         other = first.setdefault(name.casefold(), name)
@@ -207,10 +204,7 @@ def _takes(settings: BackendSettings, packing: Packing) -> bool:
 def shape_problems(
     name: str, model: ModelConfig, limits: Limits, place: Path, settings_of: Callable[[str], BackendSettings]
 ) -> Iterator[Problem]:
-    """Check `layers` and `limits` against a model's depth and positions.
-
-    place: its `config.json`, or a folder that has one.
-    """
+    """Compare `layers` and `limits` with a model's depth and positions. place: its `config.json`, or its folder."""
     shape = read_shape(place)
     path = place
     if place.is_dir():

@@ -91,10 +91,7 @@ first of the two that is a folder is taken; if neither is, the error names both.
 
 
 def schema() -> Schema:
-    """Return the JSON schema of the config (draft 2020-12).
-
-    It knows keys, types and bounds, not the rules across keys.
-    """
+    """Return the JSON schema of the config (draft 2020-12): keys, types and bounds, without rules across keys."""
     body = _closed(Config.model_json_schema())
     names = {"enum": list(backends())}  # and devices, where there are some
     model = {"properties": {"backends": {"items": names}, "backend_precisions": {"propertyNames": names}}}
@@ -154,10 +151,7 @@ def write(folder: Path) -> None:
 
 
 def _closed(node: Any) -> Any:
-    """Return the schema without titles, with named entries closed to other names.
-
-    The titles are made up by pydantic.
-    """
+    """Return the schema without pydantic's made-up titles, with named entries closed to other names."""
     if isinstance(node, list):
         return [_closed(item) for item in node]
     if not isinstance(node, dict):
@@ -191,10 +185,7 @@ def _rows(root: Schema, section: Schema, prefix: str) -> Iterator[tuple[str, str
 
 
 def _below(root: Schema, node: Schema, key: str) -> tuple[Schema | None, str]:
-    """Return the section inside a key, and the prefix of its keys.
-
-    It is there directly, in a list or by name; None where there is none.
-    """
+    """Return the section in a key, in its list or by name, and the prefix of its keys; None where there is none."""
     if "properties" in node:
         return node, f"{key}."
     if "patternProperties" in node:

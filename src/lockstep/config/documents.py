@@ -59,10 +59,7 @@ def typed(value: Any) -> Any:
 
 
 def check_config(path: str | os.PathLike) -> None:
-    """Raise InputError for a config file that is no mapping, before Snakemake reads it, whose errors name no place.
-
-    Also as `read_document` does.
-    """
+    """Raise InputError for a config file that is no mapping: Snakemake's own errors name no place."""
     value = read_document(path)
     if not isinstance(value, dict):
         kind = "an empty file"

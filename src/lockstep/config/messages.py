@@ -39,10 +39,7 @@ _EXPECTED = {
 
 @dataclass(frozen=True)
 class Problem:
-    """A mistake: its place, and a text of the form `expected ...; found ...`.
-
-    The place is keys and list indices from the top.
-    """
+    """A mistake: keys and list indices from the top, and a text of the form `expected ...; found ...`."""
 
     location: Location
     text: str
@@ -69,10 +66,7 @@ class Problems(ValueError):
 
 
 def one_line(root: type[BaseModel], error: ValidationError) -> str:
-    """Return the first mistake in `error` as a line, and how many more there are.
-
-    Unknown keys come first: they explain missing ones.
-    """
+    """Return the first mistake as a line, and how many more there are; unknown keys first, as they explain others."""
     details = [detail for detail in error.errors(include_url=False) if not _follows(detail)]
     details.sort(key=lambda detail: detail["type"] != "extra_forbidden")
     problems: list[Problem] = []
@@ -147,10 +141,7 @@ def nearest(word: str, allowed: Iterable[str]) -> str:
 
 
 def _follows(detail: ErrorDetails) -> bool:
-    """Return whether an error only follows from others.
-
-    A list that has items, all of them wrong, is also reported as too short.
-    """
+    """Return whether an error follows from others, as "too short" of a list whose items are all wrong."""
     return detail["type"] == "too_short" and len(detail["input"]) > 0
 
 
@@ -166,10 +157,7 @@ def _problems(root: type[BaseModel], detail: ErrorDetails) -> Iterator[Problem]:
 
 
 def _without_key_mark(root: type[BaseModel], detail: ErrorDetails) -> Location:
-    """Return an error's location without pydantic's mark "[key]".
-
-    Pydantic puts it after the key of a `dict[...]` when the key itself is wrong.
-    """
+    """Return an error's location without the mark "[key]", which pydantic puts after a wrong key of a `dict[...]`."""
     location = detail["loc"]
     containers = list(_containers(root, location))
     marked = len(location) > 1 and location[-1] == "[key]" and get_origin(containers[-2]) is dict
@@ -233,10 +221,7 @@ def unwrap(annotation: Any) -> Any:
 
 
 def _containers(root: type[BaseModel], location: Location) -> Iterator[Any]:
-    """Yield for each part of `location` the type that holds it.
-
-    A model, `dict[...]`, `tuple[...]`, or None beyond them.
-    """
+    """Yield the type that holds each part of `location`: a model, `dict[...]`, `tuple[...]`, or None beyond."""
     container: Any = root
     for part in location:
         yield container

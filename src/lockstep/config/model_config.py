@@ -69,10 +69,7 @@ def parse_json(text: str) -> Any:
 
 
 def parts(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    """Return the mappings that describe the decoder.
-
-    The config, and the `text_config` in which models of text and images keep theirs.
-    """
+    """Return the mappings that describe the decoder: the config, and the `text_config` of a model of images too."""
     text = config.get(TEXT_KEY)
     if isinstance(text, Mapping):
         return config, text

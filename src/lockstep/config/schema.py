@@ -153,10 +153,7 @@ class Config(Section):
         return name
 
     def device_of(self, name: str) -> dict[str, str] | None:
-        """Return the backend and the hardware of a target's device, as plain JSON.
-
-        None where the target names a backend.
-        """
+        """Return backend and hardware of a target's device, as plain JSON; None where the target names a backend."""
         if name not in self.devices:
             return None
         return {"backend": self.devices[name].backend, "hardware": self.devices[name].hardware}
@@ -176,10 +173,7 @@ class Config(Section):
                     yield Problem(("models", name, *place), text)
 
     def check_device(self, name: str | None) -> str | None:
-        """Return the device that a run is for, as `--config device=NAME` says.
-
-        Raises InputError where there is none.
-        """
+        """Return the device that `--config device=NAME` names. Raises InputError where there is none."""
         if name is not None and name not in self.devices:
             device_names = ", ".join(self.devices) or "none, for the config has no devices"
             raise InputError(f"device: expected one of {device_names}; found {describe(name)}")
@@ -189,10 +183,7 @@ class Config(Section):
         return backends()[self.backend_of(name)]
 
     def cannot_run(self, backend: str) -> str | None:
-        """Return why engines of a backend cannot run here.
-
-        None where they can, and for a device: its jobs run where it is.
-        """
+        """Return why engines of a backend cannot run here; None where they can, and for a device elsewhere."""
         if backend in self.devices:
             return None
         return self._cannot_build(backend) or self._settings(backend).cannot_run()
@@ -204,21 +195,14 @@ class Config(Section):
         return self._settings(backend).cannot_build()
 
     def not_built(self) -> dict[str, str]:
-        """Return why engines are not built here.
-
-        By backend of the targets, and by `<precision>/<backend>` where a precision is the reason
-        (`skip_missing_precisions`).
-        """
+        """Return why engines are not built here, by backend, or `<precision>/<backend>` where that is the reason."""
         pairs = sorted({(target.precision, target.backend) for target in self.targets()})
         reasons = {f"{precision}/{backend}": self._lacking(precision, backend) for precision, backend in pairs}
         reasons |= {backend: self._cannot_build(backend) for _, backend in pairs}
         return {name: reason for name, reason in reasons.items() if reason}
 
     def not_run(self) -> dict[str, str]:
-        """Return why engines are not run here, without those that are.
-
-        By backend of the targets, and as `not_built` where a precision is the reason.
-        """
+        """Return why engines are not run here, by backend of the targets, and as `not_built` by precision."""
         used = sorted({target.backend for target in self.targets()})
         reasons = {backend: self.cannot_run(backend) for backend in used}
         return {backend: reason for backend, reason in reasons.items() if reason} | self.not_built()
@@ -381,10 +365,7 @@ class Config(Section):
         return paths
 
     def check_model(self, name: str, place: Path) -> None:
-        """Check the config against one model, as `check_sources` does.
-
-        place: the folder of its checkpoint, or its config.json.
-        """
+        """Compare the config with one model. place: the folder of its checkpoint, or its config.json."""
         problems = [*shape_problems(name, self.models[name], self.limits, place, self._settings)]
         if problems:
             raise InputError(f"config: {join(Config, problems)}")
@@ -404,10 +385,7 @@ class Config(Section):
         return tolerances
 
     def build_options(self, backend: str) -> dict[str, Any]:
-        """Return the options of a backend's build (`engine.build`), as plain JSON.
-
-        Its settings, and the limits where its engines depend on them.
-        """
+        """Return the options of a backend's build as plain JSON: its settings, and the limits that it depends on."""
         section = getattr(self.backends, self.backend_of(backend), None)
         return self._settings(backend).build_options(section, self.engine_limits())
 
@@ -428,10 +406,7 @@ class Config(Section):
 
 
 def _place(source: str, folders: Sequence[str | os.PathLike] | None, manifest: Path) -> Path | None:
-    """Return what holds the model's shape: a folder, a config.json or a GGUF file.
-
-    None for a model on the hub that was not fetched yet.
-    """
+    """Return the folder, config.json or GGUF file with a model's shape; None for one of the hub not yet fetched."""
     kind = parse_source(source)
     if not isinstance(kind, HubSource):
         return resolve_here(kind, folders)

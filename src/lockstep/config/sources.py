@@ -87,10 +87,7 @@ class SourceError(InputError):
 
 
 def parse_source(text: str) -> FolderSource | GgufSource | HubSource | RandomSource:
-    """Return what `source` in the config names.
-
-    Raises SourceError when it opens like a hub or random source and is none.
-    """
+    """Return the source that the config names. Raises SourceError for an invalid one of the hub or random one."""
     if text.startswith(HUB_PREFIX):
         repository, at, revision = text.removeprefix(HUB_PREFIX).partition("@")
         fits = _REPOSITORY_ID.fullmatch(repository) and not re.search(r"\.\.|--|\.git$", repository)

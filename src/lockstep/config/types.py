@@ -71,10 +71,7 @@ def _no_key_twice(value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """Turn text such as 1e-4 into a number.
-
-    It is a number in YAML 1.2 and JSON, but text to PyYAML, which wants 1.0e-4.
-    """
+    """Turn text such as 1e-4, a number in YAML 1.2 and JSON but not to PyYAML, into a number."""
     if isinstance(value, str) and re.fullmatch(r"[0-9]{1,20}(\.[0-9]{0,20})?[eE][+-]?[0-9]{1,3}", value):
         return float(value)
     return value

@@ -26,10 +26,7 @@ _stamps: dict[str, tuple[dict[str, int], str]] = {}  # {path: state and stamp} o
 
 @dataclass(frozen=True)
 class Expected:
-    """A file with the hex sha256 and the size in bytes that a manifest records.
-
-    size: None where the manifest does not say.
-    """
+    """A file with the sha256 and the size in bytes that a manifest records; None where it records no size."""
 
     path: Path
     sha256: str

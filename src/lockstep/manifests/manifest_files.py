@@ -101,10 +101,7 @@ def failed_path(out: str | os.PathLike) -> Path:
 
 
 def content(path: Path) -> str:
-    """Return the hex sha256 of a manifest's content, or of another file's bytes.
-
-    Paths of files are no content: the files are in it by their digests.
-    """
+    """Return the hex sha256 of a manifest's content, which paths are no part of, or of another file's bytes."""
     if path.suffix != ".json":
         return digest(path)
     value = read_json(path)

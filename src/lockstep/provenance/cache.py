@@ -175,10 +175,7 @@ def put(cache: Cache | None, job: Job, statement: Statement) -> None:
 
 
 def take_of_other(job: Job, key: BuildKey) -> bool:
-    """Copy the artefact of another model of the same results tree that has this build key, such as a fine-tune's base.
-
-    Returns False where there is none.
-    """
+    """Copy the artefact of another model here that has this build key, as a fine-tune's base; False if none has."""
     stage = STAGES[job.stage]
     root = job.output.parents[len(Path(stage.output).parts) - 1]  # the results folder
     if not stage.is_cached or "model" not in job.names or root / stage.output.format(**job.names) != job.output:

@@ -49,10 +49,7 @@ def stage_key(entry: str, backend: str | None = None) -> dict[str, str]:
 
 
 def code_digests(entry: str, backend: str | None = None) -> dict[str, str]:
-    """Return {folder of our packages: hex sha256 over names and bytes of the modules that a job may load}.
-
-    Files outside of a package's folders have one each.
-    """
+    """Return {folder of our packages, or file outside of one: hex sha256 of the modules that a job may load}."""
     digests: dict[str, hashlib._Hash] = {}
     for path in with_data(reach(entry, backend)):
         place = path.relative_to(SOURCES)
@@ -96,10 +93,7 @@ def untested() -> str | None:
 
 
 def read_pins(path: str | os.PathLike = _PINS) -> dict[str, str]:
-    """Return {canonical package name: version} of a requirements file.
-
-    Each of its lines is `name==version`, with or without digests of files, blank or a comment.
-    """
+    """Return {canonical package name: version} of a requirements file of lines `name==version`, with digests or not."""
     pins = {}
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -119,10 +113,7 @@ def read_pins(path: str | os.PathLike = _PINS) -> dict[str, str]:
 
 @functools.cache
 def imports(path: Path, with_types: bool = False) -> frozenset[str]:
-    """Return the dotted names that a module imports; `from a import b` gives `a` and `a.b`.
-
-    with_types: also the imports for type checkers.
-    """
+    """Return the dotted names that a module imports; `from a import b` gives `a` and `a.b`."""
     text = path.read_text(encoding="utf-8")
     if not with_types:
         text = _TYPE_CHECKING_BLOCK.sub("", text)

@@ -34,10 +34,7 @@ class JobState:
 
 
 def job_states(results: Results, targets: Sequence[Target], content: Callable[[Path], str]) -> list[JobState]:
-    """Return the jobs of targets, each after those that it reads from; none where the config cannot be read.
-
-    content: `manifest_files.content`, or a cached one.
-    """
+    """Return the jobs of targets, each after those that it reads from; none where the config cannot be read."""
     try:
         config = load(read_json(results.config()))
         planned = jobs(config, results.root, targets)

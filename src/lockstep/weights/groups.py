@@ -13,10 +13,7 @@ import numpy as np
 
 
 def scales_of(groups: np.ndarray, bits: int) -> np.ndarray:
-    """Return the scale of each group, float32 [num_groups].
-
-    groups: finite numbers, float32 [num_groups, group_size].
-    """
+    """Return the scale of each group, float32 [num_groups], of finite numbers, float32 [num_groups, group_size]."""
     largest = np.take_along_axis(groups, np.abs(groups).argmax(axis=1)[:, None], axis=1)[:, 0]
     return (largest * np.float32(-1.0 / (1 << bits - 1))) + np.float32(0)  # -0 + 0 is 0: a group of zeros has one scale
 
@@ -31,10 +28,7 @@ def integers_of(groups: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray
 
 
 def pack(integers: np.ndarray, bits: int) -> np.ndarray:
-    """Pack integers uint8 [..., group_size] into the stored form, uint8 [..., group_size * bits / 8].
-
-    Two integers of 4 bits share a byte, the first in the low half.
-    """
+    """Pack integers uint8 [..., group_size] into bytes; two of 4 bits share one, the first in the low half."""
     if bits == 8:
         return integers
     return integers[..., 0::2] | integers[..., 1::2] << 4

@@ -78,10 +78,7 @@ class Packed:
         return self._repeat_groups(stored.astype(np.int16) + (self.packing.layout == "gptq"), group_size)
 
     def numbers(self, rows: slice) -> np.ndarray:
-        """Return the dequantised numbers of some rows, float32 [rows, in_features].
-
-        Each is rounded once, with 16-bit scales not at all.
-        """
+        """Return the dequantised numbers of some rows, float32 [rows, in_features], rounded at most once."""
         scales = self.scales(rows)
         zeros = self.zero_points(rows).astype(np.float32)
         if self.packing.ordered and "order" in self.arrays:

@@ -50,10 +50,7 @@ class Tensors(Protocol):
 
 
 class Weights:
-    """The tensors of a weights manifest: {name: array}.
-
-    Arrays are views of the mapped files: one copy in memory for all users.
-    """
+    """The tensors of a weights manifest, {name: array}: views of the mapped files, one copy for all users."""
 
     def __init__(
         self,
@@ -75,10 +72,7 @@ class Weights:
 
     @classmethod
     def open(cls, manifest_path: str | os.PathLike) -> Weights:
-        """Open a weights manifest and map its files.
-
-        Raises InputError when the manifest or a file it names is absent or has changed.
-        """
+        """Open a weights manifest and map its files. Raises InputError for a file that is absent or has changed."""
         manifest_path = Path(manifest_path)
         manifest = WeightsManifest.load(manifest_path)
         paths = {file.path: manifest_path.parent / file.path for file in manifest.files}
@@ -121,10 +115,7 @@ class Weights:
         )
 
     def dequantized(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield all tensors under their names in the checkpoint, sorted.
-
-        Quantised ones are dequantised, float32, in the checkpoint's shape.
-        """
+        """Yield all tensors by their names and in the shapes of the checkpoint, quantised ones as float32, sorted."""
         quantized = quantized_names(self._tensors)
         parts: set[str] = set()
         for name in quantized:
@@ -198,10 +189,7 @@ class Weights:
         return sorted(set(self._tensors) - {self._key(name) for name in names})
 
     def info(self, name: str) -> TensorPlace:
-        """Return a tensor's file, bytes, dtype and shape.
-
-        Raises InputError that suggests the nearest names when there is no such tensor.
-        """
+        """Return a tensor's file, bytes, dtype and shape. Raises InputError that suggests the nearest names."""
         try:
             return self._tensors[self._key(name)]
         except KeyError:

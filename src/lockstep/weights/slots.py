@@ -91,10 +91,7 @@ def check_bound_slots(slots: Collection[str], bound: Collection[str], where: str
 
 
 def check_arrays(arrays: Sequence[np.ndarray], shape: Sequence[int], dtype: np.dtype, where: str) -> None:
-    """Check that arrays, one after another, fit a slot of an engine. Raises CheckError.
-
-    A single array must have the slot's shape.
-    """
+    """Check that one array of the slot's shape, or several of its size, fit an engine. Raises CheckError."""
     shapes = [list(array.shape) for array in arrays]
     if len(arrays) == 1:
         fits = shapes[0] == list(shape)
@@ -108,10 +105,7 @@ def check_arrays(arrays: Sequence[np.ndarray], shape: Sequence[int], dtype: np.d
 
 
 def slot_array(weights: Tensors | Mapping[str, np.ndarray], names: Sequence[str], shape: Sequence[int]) -> np.ndarray:
-    """Return the array of a slot, without gaps: the tensor itself, or a copy of several, one after another.
-
-    Check the slot first.
-    """
+    """Return the array of a slot that was checked: the tensor itself, or a copy of several, one after another."""
     if len(names) == 1:
         return np.asarray(weights[names[0]], order="C")
     return np.concatenate([weights[name].reshape(-1) for name in names]).reshape(shape)

@@ -207,10 +207,7 @@ def _as_bytes(place: TensorPlace) -> TensorPlace:
 
 
 def open_source(checkpoint_json: Path) -> Source:
-    """Open a checkpoint by its manifest.
-
-    Raises InputError when a file has changed since `resolve`, or holds tensors of an unsupported type.
-    """
+    """Open a checkpoint. Raises InputError for a file that has changed since `resolve`, or an unsupported type."""
     manifest = CheckpointManifest.load(checkpoint_json)
     source = Source(manifest.folder_of(checkpoint_json), manifest, manifest.tensors)
     check_stored(manifest.files, source.folder, RESOLVE_AGAIN)
