@@ -19,9 +19,10 @@ NOTE = "lockstep: note: "
 _LONGEST_LIST = 20
 _LONGEST_QUOTE = 120  # characters of a user's file in a message
 _TAIL = 60  # characters that show where a name is no UTF-8
-_AGAIN = 0.02  # seconds after which a signal is sent again
-# What a scheduler, a service manager, `kill` and a closed terminal end a process with.
+_RESEND_S = 0.02  # after which a signal is sent again
+# By these a scheduler, a service manager, `kill` and a closed terminal end a process.
 ENDING = (signal.SIGTERM, signal.SIGHUP)
+# {error of the user's machine, not of this program: what to do}.
 _ENVIRONMENT_ERRNOS = dict.fromkeys(
     (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG, errno.EIO),
     "free or make writable this place",
@@ -43,7 +44,7 @@ def truncate(text: str) -> str:
 
 
 def pip_install(extra: str) -> str:
-    """Return how to install an extra: until a release, whoever takes a name on a package index is not this project."""
+    """Return how to install an extra: from a clone, as a package of this name on an index may be anybody's."""
     return f'pip install ".[{extra}]" in a clone of this project'
 
 
@@ -127,7 +128,7 @@ def _repeats_ignored(handle: Callable[[], None]) -> Iterator[None]:
             return before(ignored)
         handle()
         number = getattr(error, "number", signal.SIGINT)
-        timer = threading.Timer(_AGAIN, os.kill, (os.getpid(), number))  # after this hook has returned
+        timer = threading.Timer(_RESEND_S, os.kill, (os.getpid(), number))  # after this hook has returned
         timer.daemon = True
         timer.start()
 
@@ -138,8 +139,8 @@ def _repeats_ignored(handle: Callable[[], None]) -> Iterator[None]:
         sys.unraisablehook = before
 
 
-def _interrupt_behind(error: BaseException | None) -> KeyboardInterrupt | None:
-    """Return the interrupt that an error came of, if it came of one."""
+def _interrupt_of(error: BaseException | None) -> KeyboardInterrupt | None:
+    """Return the interrupt that an error was caused by, if it was by one."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error
@@ -155,7 +156,8 @@ def interrupts() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if (interrupt := _interrupt_behind(error)) is None:
+        interrupt = _interrupt_of(error)
+        if interrupt is None:
             raise
         raise interrupt from None
 
@@ -190,13 +192,13 @@ def guard() -> Iterator[None]:
         if isinstance(error, Ended):
             event = f"ended by {error}"
             number = error.number
-        if getattr(error, "said_by_child", False):  # the same line is on stderr already
+        if getattr(error, "is_reported", False):  # a child process has written the same line to stderr
             raise SystemExit(128 + number) from None
         _leave(f"{event}; {KEPT}", 128 + number)
 
 
 def _escaped(error: UnicodeError) -> tuple[str, int]:
-    """Write characters as JSON does, so that a document stays one."""
+    """Escape characters that stdout cannot encode as JSON does, so that a JSON document stays one."""
     import json  # little is imported before the guard
 
     assert isinstance(error, UnicodeEncodeError)

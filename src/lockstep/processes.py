@@ -18,8 +18,8 @@ GRACE = 10.0
 def run(command: Sequence[str], input: str | None = None, **options: Any) -> subprocess.CompletedProcess:
     """Run `command` as `subprocess.run(text=True)` does, with options of Popen.
 
-    On SIGTERM and SIGHUP the child gets the same signal. On Ctrl-C a terminal has told it already; else it gets SIGTERM
-    after `GRACE` seconds. One that does not end is killed. Raises OSError for a command that does not start.
+    On SIGTERM and SIGHUP the child gets the same signal. Ctrl-C on a terminal reaches it without us; else it gets
+    SIGTERM after `GRACE` seconds. One that does not end is killed. Raises OSError for a command that does not start.
     """
     if input is not None:
         options["stdin"] = subprocess.PIPE
@@ -30,7 +30,7 @@ def run(command: Sequence[str], input: str | None = None, **options: Any) -> sub
         _end(process, error)
         # 128 and a signal: the child ran in a `guard` too, which has written the same line to our stderr.
         is_reported = options.get("stderr") is None and process.returncode > 128
-        error.said_by_child = is_reported  # type: ignore[attr-defined]  # any exception takes attributes
+        error.is_reported = is_reported  # type: ignore[attr-defined]  # any exception takes attributes
         raise
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
@@ -63,12 +63,12 @@ def _end(process: subprocess.Popen, error: BaseException) -> None:
     try:
         if isinstance(error, Ended):
             process.send_signal(error.number)
-        for tell in (process.terminate, process.kill):
+        for stronger_signal in (process.terminate, process.kill):
             try:
                 process.communicate(timeout=GRACE)
                 return
             except subprocess.TimeoutExpired:
-                tell()
+                stronger_signal()
     finally:
         process.kill()  # does nothing to a process that has ended
         process.wait()

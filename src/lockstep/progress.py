@@ -13,7 +13,7 @@ from typing import Any, TextIO, TypeVar
 
 Item = TypeVar("Item")
 _DELAY_S = 2.0  # shorter work has no line
-_terminals: list[TextIO] = []  # of jobs; the last counts
+_terminals: list[TextIO] = []  # of `shown_on`; the last one is used
 
 
 @contextlib.contextmanager
@@ -36,7 +36,7 @@ def steps(items: Iterable[Item], what: str, unit: str, total: int | None = None)
 
 @contextlib.contextmanager
 def counted(total: int, what: str, unit: str) -> Iterator[Callable[[int], object]]:
-    """Show work that is no iteration; call what this gives with the units that are done each time."""
+    """Show work that is no iteration. Yields a function, to be called with the number of units that are done."""
     bar = _bar(what, unit, None, total)
     if bar is None:
         yield lambda units: None

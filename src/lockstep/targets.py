@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import overload
 
-MAX_RANKS = 16  # that a model is split over
+MAX_RANKS = 16  # of tensor parallelism
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def layer_count(text: int | str) -> int | str:
 
 
 def is_quantized(precision: str) -> bool:
-    """Return whether a precision's name is that of integers or codes with scales: w8a16, w4a8, w8a8-fp8 ..."""
+    """Return whether a precision has weights of integers or codes with scales: w8a16, w4a8, w8a8-fp8 ..."""
     return re.fullmatch(r"w[0-9]+a[0-9]+(-fp8)?", precision) is not None
 
 
@@ -95,7 +95,7 @@ class Results:
     validation = Artefact("{model}/{precision}/validate/{layers}.json")
     engines = Artefact("{model}/{precision}/engines/{backend}/engines.json")
     reference = Artefact("{model}/reference/{layers}.json")
-    # Of targets whose weights are quantised: of the same weights, dequantised.
+    # Of targets with quantised weights: the reference of these weights, dequantised.
     quantized_reference = Artefact("{model}/{precision}/reference/{layers}.json")
     golden = Artefact("{model}/{precision}/golden/{backend}/{layers}.json")
     speed = Artefact("{model}/{precision}/golden/{backend}/{layers}.speed.json")
