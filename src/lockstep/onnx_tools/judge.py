@@ -85,8 +85,7 @@ def row_scale(expected: np.ndarray) -> np.ndarray:
     are. 1 in a row of zeros.
     """
     rows = rows_of(expected)
-    rms = np.sqrt(np.mean(rows * rows, axis=1, keepdims=True))
-    return np.maximum(np.abs(rows), np.where(rms > 0, rms, 1.0))
+    return np.maximum(np.abs(rows), _unit(rows))
 
 
 def peak(expected: np.ndarray) -> float:
@@ -142,7 +141,7 @@ def measure(expected: np.ndarray, actual: np.ndarray, bound: Bound, scale: Numbe
     def per_row(numbers: Number) -> np.ndarray:
         if not exact.size:
             numbers = np.max(numbers, initial=0.0)
-        return np.broadcast_to(numbers, len(relative))
+        return np.full(len(relative), numbers)
 
     bounds = per_row(bound.largest)
     rms_bounds = per_row(bound.rms)
@@ -154,11 +153,11 @@ def measure(expected: np.ndarray, actual: np.ndarray, bound: Bound, scale: Numbe
         return TensorError(None, None, None, None, *limits)
     with np.errstate(divide="ignore", invalid="ignore"):
         row = int(np.argmax(np.nan_to_num(relative.max(1) / bounds)))  # the worst relative to its bound
-        shares = np.nan_to_num(np.sqrt(np.mean(relative * relative, axis=1)) / rms_bounds)
-    rms_bound = _rms(rms_bounds)
-    rms = _rms(relative)
-    if math.isfinite(rms_bound) and np.ndim(bound.rms):  # a bound for each row, of which some may fail
-        rms = float(np.quantile(shares, ROWS_WITHIN_RMS)) * rms_bound
+        rms_bound = _rms(rms_bounds)
+        rms = _rms(relative)
+        if math.isfinite(rms_bound) and np.ndim(bound.rms):  # a bound for each row, of which some may fail
+            shares = np.nan_to_num(_row_rms(relative)[:, 0] / rms_bounds)
+            rms = float(np.quantile(shares, ROWS_WITHIN_RMS)) * rms_bound
     errors = largest, _finite(float(relative.max(1)[row])), _finite(rms), cosine(exact, other)
     return TensorError(*errors, float(noise[row]), _rms(rms_noise), float(bounds[row]), _finite(rms_bound))
 
@@ -168,8 +167,7 @@ def cosine(expected: np.ndarray, actual: np.ndarray) -> float:
     if not expected.size:
         return 1.0
     rows = rows_of(expected)
-    rms = np.sqrt(np.mean(rows * rows, axis=1, keepdims=True))
-    unit = np.where(rms > 0, rms, 1.0)
+    unit = _unit(rows)
     a = rows / unit
     b = rows_of(actual) / unit
     norms = float(np.sqrt((a * a).sum() * (b * b).sum()))  # not by BLAS, whose threads cost more than these sums
@@ -207,8 +205,18 @@ def rows_of(array: np.ndarray) -> np.ndarray:
     return numbers.reshape(len(numbers), math.prod(numbers.shape[1:]))
 
 
+def _unit(rows: np.ndarray) -> np.ndarray:
+    """Return the rms of each row, 1 of a row of zeros, [rows, 1]."""
+    rms = _row_rms(rows)
+    return np.where(rms > 0, rms, 1.0)
+
+
+def _row_rms(rows: np.ndarray) -> np.ndarray:
+    return np.sqrt((rows * rows).sum(axis=1, keepdims=True) / rows.shape[1])  # np.mean takes twice the time
+
+
 def _rms(array: np.ndarray) -> float:
-    return float(np.sqrt(np.mean(array * array)))
+    return math.sqrt((array * array).sum() / array.size)
 
 
 def _or_infinite(number: float | None) -> float:

@@ -22,20 +22,21 @@ finally:
     else:
         sys.modules[_TELEMETRY] = _before
 
+import ml_dtypes  # noqa: E402
 import numpy as np  # noqa: E402
 
 VERSION = openvino.__version__.partition("-")[0]  # without the build and its branch
-# By the names of graphs and NumPy.
-TYPES: Mapping[str, Any] = {
-    "float32": openvino.Type.f32,
-    "bfloat16": openvino.Type.bf16,
-    "float16": openvino.Type.f16,
-    "int64": openvino.Type.i64,
-    "int32": openvino.Type.i32,
-    "bool": openvino.Type.boolean,
-    "uint8": openvino.Type.u8,
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+TYPES: Mapping[np.dtype, Any] = {
+    np.dtype(np.float32): openvino.Type.f32,
+    _BFLOAT16: openvino.Type.bf16,
+    np.dtype(np.float16): openvino.Type.f16,
+    np.dtype(np.int64): openvino.Type.i64,
+    np.dtype(np.int32): openvino.Type.i32,
+    np.dtype(np.bool_): openvino.Type.boolean,
+    np.dtype(np.uint8): openvino.Type.u8,
 }
-_NAMES = {kind.to_string(): name for name, kind in TYPES.items()}
+_NAMES = {kind.to_string(): dtype.name for dtype, kind in TYPES.items()}
 CORE = openvino.Core()
 
 
@@ -47,8 +48,8 @@ def type_name(kind: Any) -> str:
 def tensor_on(array: np.ndarray, shape: list[int] | None = None, kind: Any = None) -> Any:
     """Return a tensor on the memory of a contiguous array; shape, kind: of the tensor, if not the array's."""
     if kind is None:
-        kind = TYPES[array.dtype.name]
-    if array.dtype.name == "bfloat16":  # an array type that OpenVINO does not accept
+        kind = TYPES[array.dtype]
+    if array.dtype == _BFLOAT16:  # an array type that OpenVINO does not accept
         array = array.view(np.uint16)
     return openvino.Tensor(array, openvino.Shape(shape or list(array.shape)), kind)
 
