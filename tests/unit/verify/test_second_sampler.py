@@ -68,7 +68,7 @@ def test_it_chooses_what_the_product_chooses() -> None:
     for _ in range(300):
         vocab_size = int(random.choice([2, 5, 40, 300]))
         request_body = body(random, vocab_size) if vocab_size > 2 else {"seed": 3}
-        rules = Rules.of(request_body, [1])
+        rules = Rules.from_body(request_body, [1])
         bias = {int(token): value for token, value in request_body.get("logit_bias", {}).items()}
         fields = {k: v for k, v in request_body.items() if k not in ("logit_bias", "stop_token_ids")}
         sampling = Sampling(**{"temperature": 1.0, **fields}, logit_bias=bias)

@@ -44,18 +44,14 @@ def verdict(
     off = {row.part: _off(row) for row in rows if not row.passed}
     within = _largest_within(rows)
     if "weights" in off:
-        return f"weights: PyTorch on {weights} is off the reference {off['weights']}", [
-            f"{weights}: delete it and convert again"
-        ]
+        line = f"weights: PyTorch on {weights} is off the reference {off['weights']}"
+        return line, [f"{weights}: delete it and convert again"]
     if "runtime" in off:
         right = "each graph and each engine alone is right, but the logits of lockstep.runtime are off"
-        return f"runtime: {right} {off['runtime']}", [
-            "how steps are packed and cache rows are kept (lockstep.runtime), or errors that accumulate",
-            within,
-        ]
-    return f"nothing: no graph and no engine is off on these tokens; {within}", [
-        "another prompt (--prompt), or what this request cannot show: other requests in its batch"
-    ]
+        advice = "how steps are packed and cache rows are kept (lockstep.runtime), or errors that accumulate"
+        return f"runtime: {right} {off['runtime']}", [advice, within]
+    advice = "another prompt (--prompt), or what this request cannot show: other requests in its batch"
+    return f"nothing: no graph and no engine is off on these tokens; {within}", [advice]
 
 
 def _off(row: MeasuredOutput) -> str:

@@ -49,21 +49,6 @@ def run_torch(config: Mapping[str, Any], graphs: Graphs, ids: np.ndarray) -> Tor
     return TorchRun(record, model.noisy(record))
 
 
-def _files(results: Results, target: Target) -> dict[str, Path]:
-    """Return the paths of a target's results. Raises InputError where one, other than the engines, is missing."""
-    model = target.model
-    precision = target.precision
-    files = {
-        "checkpoint": results.checkpoint(model),
-        "weights": results.weights(model, precision),
-        "assembly": results.assembly(model, precision),
-    }
-    for path in files.values():
-        if not path.is_file():
-            raise InputError(f"{path}: expected the results of {target}, found none; run `lockstep run` first")
-    return {**files, "engines": results.engines(model, precision, target.backend)}
-
-
 def bisect(
     results: Results,
     target: Target,
@@ -83,8 +68,14 @@ def bisect(
     """
     if threads is not None:
         torch.set_num_threads(threads)
-    files = _files(results, target)
-    graphs = open_graphs(files["assembly"], files["weights"], target.layers, threads)
+    checkpoint_json = results.checkpoint(target.model)
+    weights_json = results.weights(target.model, target.precision)
+    assembly_json = results.assembly(target.model, target.precision)
+    engines_json = results.engines(target.model, target.precision, target.backend)
+    for path in (checkpoint_json, weights_json, assembly_json):
+        if not path.is_file():
+            raise InputError(f"{path}: expected the results of {target}, found none; run `lockstep run` first")
+    graphs = open_graphs(assembly_json, weights_json, target.layers, threads)
     request = choose(results, target, prompt, graphs.assembly.vocab_size)
     ids = request.tokens.ids
     longest = graphs.assembly.max_position_embeddings
@@ -94,8 +85,7 @@ def bisect(
             f"found {len(ids)}; give a shorter one"
         )
     if torch_run is None:
-        config = CheckpointManifest.load(files["checkpoint"]).config
-        torch_run = run_torch(config, graphs, ids)
+        torch_run = run_torch(CheckpointManifest.load(checkpoint_json).config, graphs, ids)
     tolerance = replace(tolerance, logits=_logit_bound(results, target, tolerance))
     recorded = replace(request.tokens, record=torch_run.record, noisy=torch_run.noisy)
     walk = measure_walk(graphs, None, recorded, tolerance)
@@ -106,21 +96,21 @@ def bisect(
     rows = walk.rows
     overflow = walk.overflow
     stages = walk.rows  # in the order in which they run
-    if files["engines"].is_file():
-        engine_files = files["assembly"], files["weights"], files["engines"]
-        engines = engine_report(*engine_files, target.layers, tolerance, request.tokens, threads=threads, inputs=inputs)
+    if engines_json.is_file():
+        files = assembly_json, weights_json, engines_json
+        engines = engine_report(*files, target.layers, tolerance, request.tokens, threads=threads, inputs=inputs)
         faults.append(engines.fault)
         rows = rows + engines.rows
         overflow = overflow or engines.overflow
         stages = engines.rows
     else:
-        notes.append(f"no engines at {files['engines']}: only the graphs were looked at")
+        notes.append(f"no engines at {engines_json}: only the graphs were looked at")
     # The fault of the earlier stage is the answer; a stage has several rows, of which the first counts.
     order = {row.stage: number for number, row in reversed(list(enumerate(stages)))}
     ordered = sorted(filter(None, faults), key=lambda fault: order.get(fault.measured.stage, len(order)))
     if request.number is not None:
         rows += (_weights_error(results, target, request, torch_run.record.logits, tolerance),)
-    line, look_at = verdict(ordered, rows, overflow, results.weights(target.model, target.precision))
+    line, look_at = verdict(ordered, rows, overflow, weights_json)
     return BisectReport(
         target=str(target),
         prompt=request.text,

@@ -6,15 +6,14 @@ A graph, an assembly and the limits in; cases of sizes and seeded arrays out.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import onnx
 
 from lockstep.artifacts.adapters import A_SUFFIX, B_SUFFIX, IDS
 from lockstep.artifacts.assembly import Assembly, AttentionVariant
-from lockstep.backends.profiles import LIMITS, Profile, profiles
+from lockstep.backends.profiles import Profile, profiles
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.signature import dtype_name
 from lockstep.targets import Limits
@@ -231,8 +230,3 @@ def _position_ids(count: int, lengths: np.ndarray, positions: int) -> np.ndarray
     if len(lengths) == count:  # decode: a token of each request
         return lengths
     return lengths[0] + np.arange(count)
-
-
-def limits_of(options: Mapping[str, Any], limits: Limits) -> Limits:
-    """Return the limits that an engine set was built for. `limits` where its backend has engines of any size."""
-    return replace(limits, **{name: options[name] for name in LIMITS if name in options})

@@ -20,7 +20,7 @@ from lockstep.artifacts.reports import ComparedEngine, ComparedRun, SweptSizes
 from lockstep.artifacts.signature import IO, concrete_shape
 from lockstep.backends.engine_set import EngineSet
 from lockstep.backends.graphs import BaseGraph, graph_file
-from lockstep.backends.profiles import profiles
+from lockstep.backends.profiles import LIMITS, profiles
 from lockstep.errors import CheckError
 from lockstep.onnx_tools import judge
 from lockstep.onnx_tools.adapted_graphs import WithoutAdapters
@@ -65,7 +65,9 @@ class Pair:
         self._threads = threads
         self._seed = int(engines.manifest.engines[name].sha256[:16], 16) + seed
         self._assembly = engines.assembly
-        self._limits = inputs.limits_of(engines.manifest.options, limits)
+        # Those that the engines were built for; `limits` where they take any size.
+        options = engines.manifest.options
+        self._limits = replace(limits, **{name: options[name] for name in LIMITS if name in options})
         ranks = engines.assembly.tensor_parallel
         variants = (ranks or engines.assembly).variants
         self._variant = variants.get(name.rpartition(".")[0])
@@ -168,7 +170,7 @@ class Pair:
             run = self._judged_size(sweep, trial, number, feed, outputs, tolerance)
             if self.failures:
                 return tried, run
-            if worst is None or _worse(run, worst):
+            if worst is None or _largest_share(run) > _largest_share(worst):
                 worst = run
             if is_row_wise:
                 earlier.keep(trial, outputs)
@@ -276,8 +278,8 @@ class Pair:
         return widened(model), NoisyRun(model, {}, self._threads)
 
 
-def _worse(run: ComparedRun, other: ComparedRun) -> bool:
-    return max(map(judge.share, run.outputs.values())) > max(map(judge.share, other.outputs.values()))
+def _largest_share(run: ComparedRun) -> float:
+    return max(map(judge.share, run.outputs.values()))
 
 
 def _layer_weights(

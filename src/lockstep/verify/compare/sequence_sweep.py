@@ -63,8 +63,8 @@ class AttentionSweep(Sweep):
         self._stale = dict[tuple[str, bool], np.ndarray]()
         self._random = np.random.default_rng(draw.randrange(1 << 32))
         case = Case(0, {"num_tokens": self._length, "past_capacity": 1}, (0,))
-        whole = inputs.arrays(ComparedGraph(prefill, graph.assembly, graph.limits), case)
-        self._inputs = {False: whole, True: _scaled(whole, graph, largest)}  # by `Trial.scaled`, as the outputs
+        arrays = inputs.arrays(ComparedGraph(prefill, graph.assembly, graph.limits), case)
+        self._inputs = {False: arrays, True: _scaled(arrays, graph, largest)}  # by `Trial.scaled`, as the outputs
         self._run_prefill = run_prefill
         self._outputs = dict[bool, Arrays]()
         self._decodes = "num_requests" in ranges

@@ -123,7 +123,7 @@ class _Check(GoldenCheck):
             loaded = [replace(negated, name=f"{name} in slot {slot}") for slot in slots]
             for slot in right_slots:
                 loaded[slot] = replace(adapter, name=loaded[slot].name)
-            # Slots are taken in ascending order once all are empty.
+            # While none is resident, `claim` fills the slots in ascending order.
             for resident in adapters.residency.resident:
                 adapters.residency.drop(resident)
             for adapted in loaded:

@@ -101,8 +101,8 @@ class GoldenCheck(DecodingCheck):
         router = Router.open(self.assembly_json, self.weights_json, self.target.layers, self.tolerance, self.threads)
         if router is None:
             return
-        if why_not := router.why_not():
-            self._not_followed = f"; choices of experts, which rounding may decide, are not followed {why_not}"
+        if unsupported := router.unsupported():
+            self._not_followed = f"; choices of experts, which rounding may decide, are not followed {unsupported}"
             return
         self.prompts, self.long, _ = read_reference(self.reference_json, self.expected, self.tolerance, follows=True)
         self._routes = Routes(router, known_rows(self.all_prompts))
@@ -223,13 +223,13 @@ class GoldenCheck(DecodingCheck):
         count = len(prompt.prompt_ids)
         answer = tuple(range(count + 1, prompt.total + 1))
         num_requests = min(self.model.max_batch_size, self.max_num_tokens // count + 2)  # more than fit into one step
-        whole = [prompt.forced((count, *answer), logits)] * num_requests
+        uncut = [prompt.forced((count, *answer), logits)] * num_requests
         single = [prompt.forced(ends, logits) for ends in chunks_to_edges(long.edges)]
         decoded = set[int](answer).union(*(request.decoded() for request in single))
         drawn = drawn_positions(count, decoded, self.model.engines.digest())
         unknown = frozenset(drawn).difference(logits)
         cut = replace(prompt.forced((*sorted({*long.edges, *drawn}), *answer), logits), keep=unknown)
-        worst = [self._forced(prompt, "in one piece", whole), self._forced(prompt, "in pieces", [cut])]
+        worst = [self._forced(prompt, "in one piece", uncut), self._forced(prompt, "in pieces", [cut])]
         if drawn:  # where the reference has no logits, those after a chunk that ends there are the expected ones
             ends = sorted({*drawn, *(position - 1 for position in drawn)})
             single.append(prompt.forced(ends, {**cut.kept_logits, **logits}))

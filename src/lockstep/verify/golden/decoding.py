@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,60 +31,56 @@ if TYPE_CHECKING:
     from lockstep.verify.golden.routes import Routes
 
 
+@dataclass(eq=False)
 class DecodingCheck:
-    """One run of a check. failures: lines. wrong: `id` of each prompt that one of them is of."""
+    """One run of a check. Raises InputError for inputs that do not fit together or prompts that exceed the limits.
 
-    def __init__(
-        self,
-        assembly_json: Path,
-        weights_json: Path,
-        engines_json: Path,
-        reference_json: Path,
-        target: Target,
-        tolerance: Tolerances,
-        limits: Limits,
-        expected: Sequence[str | None],
-        threads: int | None,
-        adapters_json: Path | None = None,
-    ):
-        """Raises InputError for inputs that do not fit together or prompts that exceed the limits."""
-        self.prompts, self.long, self.reference = read_reference(Path(reference_json), expected, tolerance)
-        if self.reference.layers != target.layers:
+    expected: for each prompt the text that must follow it, or None. failures: lines. wrong: `id` of each prompt that
+    one of them is of.
+    """
+
+    assembly_json: Path
+    weights_json: Path
+    engines_json: Path
+    reference_json: Path
+    target: Target
+    tolerance: Tolerances
+    limits: Limits
+    expected: Sequence[str | None]
+    threads: int | None
+    adapters_json: Path | None = None
+
+    def __post_init__(self) -> None:
+        self.prompts, self.long, self.reference = read_reference(self.reference_json, self.expected, self.tolerance)
+        if self.reference.layers != self.target.layers:
             raise InputError(
-                f"{reference_json}: layers: expected {target.layers}, found {self.reference.layers}; make the "
-                "reference of this target"
+                f"{self.reference_json}: layers: expected {self.target.layers}, found {self.reference.layers}; make "
+                "the reference of this target"
             )
-        self.target = target
         self.max_new_tokens = self.reference.max_new_tokens
-        self.assembly_json = assembly_json
-        self.tolerance = tolerance
-        self.reference_json = Path(reference_json)
-        self.expected = expected
         self.stop_ids = frozenset(self.reference.eos_token_ids)
-        self.max_num_tokens = limits.max_num_tokens
-        self.weights_json = weights_json
-        self.threads = threads
-        self._check_limits(limits)
+        self.max_num_tokens = self.limits.max_num_tokens
+        self._check_limits(self.limits)
         self.model = Model.open(
-            engines_json,
-            assembly_json,
-            weights_json,
-            target.layers,
+            self.engines_json,
+            self.assembly_json,
+            self.weights_json,
+            self.target.layers,
             ModelOptions(
-                max_batch_size=limits.max_batch_size,
-                max_seq_len=limits.max_seq_len,
-                max_num_tokens=limits.max_num_tokens,
-                threads=threads,
-                adapters_json=adapters_json,
+                max_batch_size=self.limits.max_batch_size,
+                max_seq_len=self.limits.max_seq_len,
+                max_num_tokens=self.max_num_tokens,
+                threads=self.threads,
+                adapters_json=self.adapters_json,
             ),
         )
         vocab_size = self.prompts[0].logits.shape[1]
         if vocab_size != self.model.vocab_size:
             raise InputError(
-                f"{reference_json}: expected logits of {self.model.vocab_size} tokens as in {assembly_json}, found "
-                f"{vocab_size}; make the reference again"
+                f"{self.reference_json}: expected logits of {self.model.vocab_size} tokens as in "
+                f"{self.assembly_json}, found {vocab_size}; make the reference again"
             )
-        self.tokenizer = Tokenizer.open(assembly_json)
+        self.tokenizer = Tokenizer.open(self.assembly_json)
         self.failures: list[str] = []
         self.wrong: set[int] = set()
         self.positions: dict[int, PositionError] = {}

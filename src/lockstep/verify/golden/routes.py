@@ -48,7 +48,7 @@ class Routes:
         routed = self._follow(ids, len(ids))
         rows = {count: row for count, row in request.expected.items() if count <= len(ids)}
         for count in rows:
-            if not routed.is_free(count):
+            if not routed.is_untied(count):
                 rows[count] = routed.logits[count - 1]
         return rows
 
@@ -74,7 +74,7 @@ class Routes:
 
     def _row(self, ids: Sequence[int], count: int, routed: RoutedRequest) -> np.ndarray:
         reference_row = self._reference_rows.get(tuple(ids[:count]))
-        if reference_row is None or not routed.is_free(count):
+        if reference_row is None or not routed.is_untied(count):
             return routed.logits[count - 1]
         return reference_row
 

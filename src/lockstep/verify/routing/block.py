@@ -6,6 +6,7 @@ outputs for them. Rows are independent: one call may compute a row several times
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ from lockstep.verify.routing.choices import Choice, with_choices
 
 Arrays = dict[str, np.ndarray]
 _ROWS = 64  # computed at once: each of them gathers the weights of its experts
-_WAYS = 64  # combinations of choices that are tried for a row
+_MAX_CANDIDATES = 64  # combinations of choices that are tried for a row
 _DRAWS = 8  # of roundings, where there may be a near-tie
 _MOVE = 2.0**-5  # relative change of each input in a draw: several roundings, so that the draws are independent
 _SCREEN = 4  # times the noise of one draw: a larger margin is no near-tie
@@ -56,7 +57,7 @@ class ChoosingBlock:
             self._rounded = open_session(rounded.SerializeToString(), threads)
 
     def forces(self, chosen: Mapping[str, np.ndarray], positions: np.ndarray, count: int) -> Arrays:
-        """Return the inputs that force the choices of some of `count` rows; those of the others are free."""
+        """Return {choice: input that forces it} for the rows at `positions` of `count`; the others choose freely."""
         forces = {}
         for choice in self.choices:
             forces[choice.name] = np.zeros((count, choice.width), np.float32)
@@ -65,20 +66,20 @@ class ChoosingBlock:
 
     def forced(self, inputs: Arrays, weights: Arrays, forces: Mapping[str, np.ndarray]) -> Arrays:
         """Return the outputs where choices are forced. forces: as of the method of that name."""
-        pieces = [
-            self._run(self._exact, piece, weights, take_rows(forces, rows)) for rows, piece in self._pieces(inputs)
-        ]
+        pieces = []
+        for rows, piece in self._pieces(inputs):
+            pieces.append(self._run(self._exact, piece, weights, take_rows(forces, rows)))
         outputs = concatenate_rows(pieces)
         return {io.name: outputs[io.name] for io in self._outputs}
 
-    def follow(self, inputs: Arrays, weights: Arrays, engine_outputs: Arrays, times: float) -> Routed:
+    def follow(self, inputs: Arrays, weights: Arrays, engine_outputs: Arrays, tie_factor: float) -> Routed:
         """Return the graph's outputs for an engine's choices, which are inferred from its outputs for these inputs.
 
-        times: rounding may decide a margin of up to this many times the noise of a score in bf16.
+        tie_factor: rounding may decide a margin of up to this many times the noise of a score in bf16.
         """
         parts = []
         for rows, piece in self._pieces(inputs):
-            parts.append(self._resolve(piece, weights, take_rows(engine_outputs, rows), times))
+            parts.append(self._resolve(piece, weights, take_rows(engine_outputs, rows), tie_factor))
         return Routed(
             concatenate_rows([part.outputs for part in parts]),
             concatenate_rows([part.noisy for part in parts]),
@@ -86,7 +87,7 @@ class ChoosingBlock:
             np.concatenate([part.tied for part in parts]),
         )
 
-    def _resolve(self, inputs: Arrays, weights: Arrays, engine_outputs: Arrays, times: float) -> Routed:
+    def _resolve(self, inputs: Arrays, weights: Arrays, engine_outputs: Arrays, tie_factor: float) -> Routed:
         """Follow the graph's own choices, and at near-ties those of the engine."""
         exact = self._run(self._exact, inputs, weights, {})
         chosen = {choice.name: choice.chosen(exact[choice.scores]) for choice in self.choices}
@@ -95,37 +96,39 @@ class ChoosingBlock:
         # A cheap screen by one draw of roundings: only rows that it cannot clear are tried in several ways below.
         for choice in self.choices:
             error = np.sqrt(np.square(_error(exact, noisy, choice)).max(axis=1))
-            near = _SCREEN * times * np.maximum(error, np.sqrt(np.mean(np.square(error))))
+            near = _SCREEN * tie_factor * np.maximum(error, np.sqrt(np.mean(np.square(error))))
             tied |= choice.margins(exact[choice.scores]) <= near
         rows = np.flatnonzero(tied)
         if len(rows):
             unresolved = self._take(inputs, rows)
-            ways = self._ways(unresolved, weights, take_rows(engine_outputs, rows), times)
-            tied[rows] = ways.tied
-            for side, variants in ((exact, ways.outputs), (noisy, ways.noisy), (chosen, ways.chosen)):
-                for name, array in variants.items():
-                    side[name][rows] = array
+            resolved = self._resolve_ties(unresolved, weights, take_rows(engine_outputs, rows), tie_factor)
+            tied[rows] = resolved.tied
+            for arrays, of_tied in ((exact, resolved.outputs), (noisy, resolved.noisy), (chosen, resolved.chosen)):
+                for name, array in of_tied.items():
+                    arrays[name][rows] = array
         return Routed(
             {name: exact[name] for name in engine_outputs}, {name: noisy[name] for name in engine_outputs}, chosen, tied
         )
 
-    def _ways(self, inputs: Arrays, weights: Arrays, engine_outputs: Arrays, times: float) -> Routed:
+    def _resolve_ties(self, inputs: Arrays, weights: Arrays, engine_outputs: Arrays, tie_factor: float) -> Routed:
         """Try each row with all near-tied choices; keep those whose outputs are nearest to the engine's."""
         noise = self._score_noise(inputs, weights)
         count = len(next(iter(engine_outputs.values())))
+        # Candidates: the row that each is of, and its choices so far. Scores of a later choice depend on the earlier
+        # ones, so each candidate branches at each choice.
         rows = np.arange(count)
         chosen = dict[str, np.ndarray]()
         for choice in self.choices:
             scores = self._run(self._exact, self._take(inputs, rows), weights, self._forces(chosen))[choice.scores]
-            ways = []
+            branches = []
             for number, row in enumerate(rows):
-                margin = times * noise[choice.name][row]
-                ways += [(number, way) for way in choice.alternatives(scores[number], margin)]
-            unique = _first_of_each(rows, ways)
-            earlier = np.array([number for number, _ in unique])
-            chosen = take_rows(chosen, earlier)
-            chosen[choice.name] = np.stack([way for _, way in unique])
-            rows = rows[earlier]
+                margin = tie_factor * noise[choice.name][row]
+                branches += [(number, mask) for mask in choice.alternatives(scores[number], margin)]
+            branches = _limited(rows, branches)
+            numbers = np.array([number for number, _ in branches])
+            chosen = take_rows(chosen, numbers)
+            chosen[choice.name] = np.stack([mask for _, mask in branches])
+            rows = rows[numbers]
         outputs = self._run(self._exact, self._take(inputs, rows), weights, self._forces(chosen))
         errors = np.sum([_squared(outputs[name], array[rows]) for name, array in engine_outputs.items()], axis=0)
         best = np.array([int(np.flatnonzero(rows == row)[np.argmin(errors[rows == row])]) for row in range(count)])
@@ -213,12 +216,12 @@ def _squared(expected: np.ndarray, actual: np.ndarray) -> np.ndarray:
         return np.nan_to_num(np.square(relative_errors(expected, actual)).mean(axis=1), nan=np.inf)
 
 
-def _first_of_each(rows: np.ndarray, ways: Sequence[tuple[int, np.ndarray]]) -> list[tuple[int, np.ndarray]]:
-    counts: dict[int, int] = {}
-    firsts = []
-    for number, way in ways:
-        row = int(rows[number])
-        counts[row] = counts.get(row, 0) + 1
-        if counts[row] <= _WAYS:
-            firsts.append((number, way))
-    return firsts
+def _limited(rows: np.ndarray, branches: Sequence[tuple[int, np.ndarray]]) -> list[tuple[int, np.ndarray]]:
+    """Return the first `_MAX_CANDIDATES` branches of each row."""
+    counts = Counter[int]()
+    limited = []
+    for number, mask in branches:
+        counts[rows[number]] += 1
+        if counts[rows[number]] <= _MAX_CANDIDATES:
+            limited.append((number, mask))
+    return limited

@@ -97,10 +97,10 @@ class Choice:
         leaving = [i for i in tied if chosen[i]]
         coming = [i for i in tied if not chosen[i]]
         for size in range(1, min(len(leaving), len(coming)) + 1):
-            for out in itertools.combinations(leaving, size):
-                for new in itertools.combinations(coming, size):
-                    if near[np.ix_(out, new)].all():
-                        yield chosen ^ _mask((*out, *new), len(scores))
+            for removed in itertools.combinations(leaving, size):
+                for added in itertools.combinations(coming, size):
+                    if near[np.ix_(removed, added)].all():
+                        yield chosen ^ _mask((*removed, *added), len(scores))
 
 
 def _nearest(distances: np.ndarray, tolerance: float) -> list[int]:

@@ -14,7 +14,7 @@ from lockstep.step.advance import PackedTokens
 from lockstep.verify.arrays import concatenate_rows, take_rows
 
 Arrays = dict[str, np.ndarray]
-Place = tuple[str, int]  # part ("block" or "exit") and layer
+BlockKey = tuple[str, int]  # part ("block" or "exit") and layer
 
 
 @dataclass
@@ -45,24 +45,21 @@ class Recorded:
 
     start: int
     ids: list[int] = field(default_factory=list)
-    pieces: dict[Place, list[BlockRows]] = field(default_factory=dict)
+    pieces: dict[BlockKey, list[BlockRows]] = field(default_factory=dict)
 
     @property
     def end(self) -> int:
         return self.start + len(self.ids)
 
-    def blocks(self) -> dict[Place, BlockRows]:
-        return {place: BlockRows.joined(pieces) for place, pieces in self.pieces.items()}
+    def blocks(self) -> dict[BlockKey, BlockRows]:
+        return {key: BlockRows.joined(pieces) for key, pieces in self.pieces.items()}
 
 
 class Recorder:
-    """An observer of steps.
+    """An observer of steps. names_by_block: the blocks to record, with their inputs that have a row for each token."""
 
-    places: the blocks that are recorded, each with the inputs that have a row for each token.
-    """
-
-    def __init__(self, places: Mapping[Place, Sequence[str]]):
-        self._places = places
+    def __init__(self, names_by_block: Mapping[BlockKey, Sequence[str]]):
+        self._names_by_block = names_by_block
         self._current: dict[int, Recorded] = {}  # {slot: request}
         self._requests: list[Recorded] = []
         self._whole: Recorded | None = None  # the last request without a reused prefix
@@ -82,7 +79,7 @@ class Recorder:
             self._current[slot].ids.append(token)
 
     def block(self, part: str, layer: int, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> None:
-        names = self._places.get((part, layer))
+        names = self._names_by_block.get((part, layer))
         if names is None:
             return
         assert self._tokens is not None  # a step begins with its tokens
@@ -100,7 +97,7 @@ class Recorder:
             )
             self._current[slot].pieces.setdefault((part, layer), []).append(piece)
 
-    def take(self, ids: Sequence[int]) -> dict[Place, BlockRows]:
+    def take(self, ids: Sequence[int]) -> dict[BlockKey, BlockRows]:
         """Return the blocks of a request with these tokens, and forget it. Empty without one.
 
         The rows of a reused prefix are those of the last whole request, where that has the same prefix.
@@ -117,10 +114,8 @@ class Recorder:
         if not request.start:
             self._whole = request
         elif previous is not None and previous.ids[: request.start] == request_ids[: request.start]:
-            earlier = {place: rows.before(request.start) for place, rows in previous.blocks().items()}
-            return {
-                place: BlockRows.joined([rows, blocks[place]]) for place, rows in earlier.items() if place in blocks
-            }
+            earlier = {key: rows.before(request.start) for key, rows in previous.blocks().items()}
+            return {key: BlockRows.joined([rows, blocks[key]]) for key, rows in earlier.items() if key in blocks}
         return blocks
 
     def clear(self) -> None:

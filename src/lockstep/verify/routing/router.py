@@ -25,7 +25,7 @@ from lockstep.tolerances import DECISIVE_ROWS, ENOUGH, Tolerances
 from lockstep.verify.graphs import Graphs
 from lockstep.verify.noisy_graph import beside_graph, row_noise, tolerances_of
 from lockstep.verify.routing.block import Arrays, ChoosingBlock, Routed, is_of_tokens
-from lockstep.verify.routing.recorder import BlockRows, Place, Recorder
+from lockstep.verify.routing.recorder import BlockKey, BlockRows, Recorder
 from lockstep.verify.walk import Stage, Tokens, Walk
 from lockstep.weights import Weights
 
@@ -34,18 +34,18 @@ from lockstep.weights import Weights
 class RoutedRequest:
     """A request with the engines' choices of experts.
 
-    tied: number of (layer, token) pairs with a near-tie. first: the first position of such a token; None
-    without one. wrong: the error of a block; None without one. chosen: {block: (positions of its rows, their choices)}.
-    logits: [num_tokens, vocab_size] float32.
+    tied: number of (layer, token) pairs with a near-tie. first: the first position of such a token; None without one.
+    wrong: the error of a block; None without one. chosen: {block: (positions of its rows, their choices)}. logits:
+    [num_tokens, vocab_size] float32.
     """
 
     tied: int = 0
     first: int | None = None
     wrong: str | None = None
-    chosen: dict[Place, tuple[np.ndarray, dict[str, np.ndarray]]] = field(default_factory=dict)
+    chosen: dict[BlockKey, tuple[np.ndarray, dict[str, np.ndarray]]] = field(default_factory=dict)
     logits: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.float32))
 
-    def is_free(self, count: int) -> bool:
+    def is_untied(self, count: int) -> bool:
         """Return whether there is no near-tie in the first `count` tokens: then their choices are the reference's."""
         return self.first is None or count <= self.first
 
@@ -58,9 +58,9 @@ class Router:
         self._blocks = blocks
         self._tolerances = tolerances
         last = graphs.num_layers - 1
-        parts: dict[Place, BoundBlock] = {("block", i): layer.block for i, layer in enumerate(graphs.layers)}
+        parts: dict[BlockKey, BoundBlock] = {("block", i): layer.block for i, layer in enumerate(graphs.layers)}
         parts["exit", last] = graphs.exit
-        self._parts = {place: part for place, part in parts.items() if part.graph in blocks}
+        self._parts = {key: part for key, part in parts.items() if part.graph in blocks}
         self._logits: dict[tuple, np.ndarray] = {}  # of requests that ran before, {(tokens, choices): logits}
 
     @classmethod
@@ -81,7 +81,8 @@ class Router:
             return None
         return cls(graphs, choosing, tolerances)
 
-    def why_not(self) -> str | None:
+    def unsupported(self) -> str | None:
+        """Say where choices cannot be followed; None where they can."""
         assembly = self._graphs.assembly
         if assembly.tensor_parallel is not None:
             return "over several ranks"
@@ -91,58 +92,54 @@ class Router:
 
     def recorder(self) -> Recorder:
         """Return an observer that records the inputs of `judge`."""
-        places = {}
-        for place, part in self._parts.items():
-            places[place] = [io.name for io in self._graphs.graph(part.graph).inputs if is_of_tokens(io)]
-        return Recorder(places)
+        names_by_block = {}
+        for key, part in self._parts.items():
+            names_by_block[key] = [io.name for io in self._graphs.graph(part.graph).inputs if is_of_tokens(io)]
+        return Recorder(names_by_block)
 
-    def judge(self, recorded: Mapping[Place, BlockRows]) -> RoutedRequest:
+    def judge(self, recorded: Mapping[BlockKey, BlockRows]) -> RoutedRequest:
         """Find the choices of a request, and the errors of its blocks. The logits are left out."""
         request = RoutedRequest()
-        times = self._tolerances.noise * max(self._tolerances.engine) / UNITS
-        for place, rows in recorded.items():
-            part = self._parts[place]
-            routed = self._routed(part, rows, times)
-            request.wrong = request.wrong or self._wrong(place, part.graph, routed, rows.outputs)
+        tie_factor = self._tolerances.noise * max(self._tolerances.engine) / UNITS
+        for key, rows in recorded.items():
+            part = self._parts[key]
+            weights = self._graphs.weights_of(part.graph, part.slots)  # of one block at a time
+            routed = self._blocks[part.graph].follow(rows.inputs, weights, rows.outputs, tie_factor)
+            request.wrong = request.wrong or self._wrong(key, part.graph, routed, rows.outputs)
             if routed.tied.any():
                 first = int(rows.positions[routed.tied].min())
-                if request.is_free(first):
+                if request.is_untied(first):
                     request.first = first
                 request.tied += int(routed.tied.sum())
-            request.chosen[place] = rows.positions, routed.chosen
+            request.chosen[key] = rows.positions, routed.chosen
         return request
-
-    def _routed(self, part: BoundBlock, rows: BlockRows, times: float) -> Routed:
-        """Call `ChoosingBlock.follow`; the weights of one block are in memory at a time."""
-        weights = self._graphs.weights_of(part.graph, part.slots)
-        return self._blocks[part.graph].follow(rows.inputs, weights, rows.outputs, times)
 
     def logits(self, tokens: Tokens, request: RoutedRequest) -> np.ndarray:
         """Return the logits [num_tokens, vocab_size], float32. Blocks without choices in `request` are free."""
-        forces: dict[Place, Arrays] = {}
-        key: list[Any] = [tokens.ids.tobytes()]
-        for place, (positions, chosen) in request.chosen.items():
-            forces[place] = self._blocks[self._parts[place].graph].forces(chosen, positions, len(tokens.ids))
-            key += [(place, name, force.tobytes()) for name, force in forces[place].items()]
-        if tuple(key) not in self._logits:
-            self._logits[tuple(key)] = self._forced_logits(tokens, forces)
-        return self._logits[tuple(key)]
+        forces: dict[BlockKey, Arrays] = {}
+        run: list[Any] = [tokens.ids.tobytes()]
+        for key, (positions, chosen) in request.chosen.items():
+            forces[key] = self._blocks[self._parts[key].graph].forces(chosen, positions, len(tokens.ids))
+            run += [(key, name, force.tobytes()) for name, force in forces[key].items()]
+        if tuple(run) not in self._logits:
+            self._logits[tuple(run)] = self._forced_logits(tokens, forces)
+        return self._logits[tuple(run)]
 
-    def _forced_logits(self, tokens: Tokens, forces: Mapping[Place, Arrays]) -> np.ndarray:
+    def _forced_logits(self, tokens: Tokens, forces: Mapping[BlockKey, Arrays]) -> np.ndarray:
         def exact(stage: Stage, outputs: Arrays) -> Arrays:
-            place = stage.part, stage.layer or 0
-            if place not in forces:
+            key = stage.part, stage.layer or 0
+            if key not in forces:
                 return outputs
             weights = self._graphs.weights_of(stage.graph, stage.slots)
-            forced = self._blocks[stage.graph].forced(stage.inputs, weights, forces[place])
+            forced = self._blocks[stage.graph].forced(stage.inputs, weights, forces[key])
             return {name: forced[name].astype(array.dtype) for name, array in outputs.items()}
 
         *_, last = Walk(self._graphs, [tokens], override=exact)
         return last.outputs["logits"].astype(np.float32)
 
-    def _wrong(self, place: Place, graph: str, routed: Routed, outputs: Arrays) -> str | None:
+    def _wrong(self, key: BlockKey, graph: str, routed: Routed, outputs: Arrays) -> str | None:
         """Return the error of a block, given its engine's choices; None without one."""
-        part, layer = place
+        part, layer = key
         tolerances = tolerances_of(self._graphs.graph(graph).model, self._tolerances)
         enough = ENOUGH
         if has_8_bit_activations(tolerances.precision):  # a prompt has too few rows: `compare` takes others too

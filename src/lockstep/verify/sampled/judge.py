@@ -7,7 +7,7 @@ tokens would differ without the request's parameters.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ _ENOUGH = 8  # errors whose rms is no single draw of roundings
 
 
 @dataclass(frozen=True)
-class Asked:
+class ChoiceRequest:
     """One choice of a request.
 
     rules: what its body says. plain: the rules without what the request is to show. choice: its number. max_tokens,
@@ -70,7 +70,9 @@ class Verdict:
         return replace(self, answers=self.answers + other.answers, logprob_error=max(errors, default=None))
 
 
-def judge_tokens(request: Asked, tokens: Sequence[int], logits: np.ndarray, texts: Texts, bounds: Bounds) -> Verdict:
+def judge_tokens(
+    request: ChoiceRequest, tokens: Sequence[int], logits: np.ndarray, texts: Texts, bounds: Bounds
+) -> Verdict:
     """Judge the tokens of an answer. logits: [len(tokens), vocab_size] after the prompt and all tokens but the last.
 
     Stops at the first wrong one.
@@ -82,7 +84,7 @@ def judge_tokens(request: Asked, tokens: Sequence[int], logits: np.ndarray, text
         plain_noise = noises(request.plain, request.prompt, len(tokens), logits.shape[1], 0)
     for step, (token, row) in enumerate(zip(tokens, logits)):
         before = tokens[:step]
-        chosen = _choose(request, row, before, noise[step], texts, bounds)
+        chosen = _choose(request, row, before, noise[step], texts, bounds.largest)
         plain = choose(request.plain, row, request.prompt, before, plain_noise[step])
         verdict.decided += plain.token != chosen.token
         if token == chosen.token:
@@ -102,15 +104,15 @@ def judge_tokens(request: Asked, tokens: Sequence[int], logits: np.ndarray, text
     return verdict
 
 
-def judge(request: Asked, answer: Answer, logits: np.ndarray, texts: Texts, bounds: Bounds) -> Verdict:
+def judge(request: ChoiceRequest, answer: Answer, logits: np.ndarray, texts: Texts, bounds: Bounds) -> Verdict:
     """Judge why an answer ended, its text and its log-probabilities. logits: as of `judge_tokens`.
 
     If the prompt is repeated with log-probabilities, `logits` begin with those after each of its tokens.
     """
     verdict = Verdict(answers=1)
-    verdict.wrong += [
-        line for line in (_wrong_end(request, answer, texts), _wrong_text(request, answer, texts)) if line
-    ]
+    for line in (_wrong_end(request, answer, texts), _wrong_text(request, answer, texts)):
+        if line:
+            verdict.wrong.append(line)
     if request.logprobs is not None:
         tokens = list(answer.token_ids)
         if request.echo is not None:
@@ -120,7 +122,7 @@ def judge(request: Asked, answer: Answer, logits: np.ndarray, texts: Texts, boun
 
 
 def _choose(
-    request: Asked, row: np.ndarray, before: Sequence[int], noise: np.ndarray | None, texts: Texts, bounds: Bounds
+    request: ChoiceRequest, row: np.ndarray, before: Sequence[int], noise: np.ndarray | None, texts: Texts, error: float
 ) -> Chosen:
     """Choose a token that completes no bad word, and keeps to the form."""
     banned: set[int] = set()
@@ -129,13 +131,13 @@ def _choose(
         letters, number = request.form
         allowed = texts.named(letters, number - len(texts.added(request.prompt, before)))
     while True:
-        chosen = choose(request.rules, row, request.prompt, before, noise, banned, allowed, bounds.largest)
+        chosen = choose(request.rules, row, request.prompt, before, noise, banned, allowed, error)
         if chosen.token in banned or _is_allowed(request, [*before, chosen.token], texts):
             return chosen
         banned.add(chosen.token)
 
 
-def _is_allowed(request: Asked, tokens: Sequence[int], texts: Texts) -> bool:
+def _is_allowed(request: ChoiceRequest, tokens: Sequence[int], texts: Texts) -> bool:
     """Return whether an answer may begin with tokens: its text without bad words, and of the form."""
     if not request.bad_words and request.form is None:
         return True
@@ -152,7 +154,7 @@ def _contains(text: str, words: Sequence[str]) -> bool:
     return any(word in text for word in words)
 
 
-def _wrong_end(request: Asked, answer: Answer, texts: Texts) -> str | None:
+def _wrong_end(request: ChoiceRequest, answer: Answer, texts: Texts) -> str | None:
     """Return the fault of the number of tokens, or of the reason for the end."""
     tokens = answer.token_ids
     for step in range(len(tokens)):
@@ -167,7 +169,7 @@ def _wrong_end(request: Asked, answer: Answer, texts: Texts) -> str | None:
     return f"expected more than {len(tokens)} tokens, found the end ({answer.finish})"
 
 
-def _end(request: Asked, tokens: Sequence[int], texts: Texts) -> str | None:
+def _end(request: ChoiceRequest, tokens: Sequence[int], texts: Texts) -> str | None:
     """Return the finish_reason of an answer that these tokens end; None where more follow."""
     text = texts.added(request.prompt, tokens)
     is_whole = request.form is not None and len(text) == request.form[1]
@@ -178,7 +180,7 @@ def _end(request: Asked, tokens: Sequence[int], texts: Texts) -> str | None:
     return None
 
 
-def _text(request: Asked, tokens: Sequence[int], texts: Texts) -> str:
+def _text(request: ChoiceRequest, tokens: Sequence[int], texts: Texts) -> str:
     """Return the text of an answer: without the token that ended it, up to the first stop string."""
     if tokens and tokens[-1] in request.rules.stop_ids:
         tokens = tokens[:-1]
@@ -186,7 +188,7 @@ def _text(request: Asked, tokens: Sequence[int], texts: Texts) -> str:
     return min((text.partition(word)[0] for word in request.stop), key=len, default=text)
 
 
-def _wrong_text(request: Asked, answer: Answer, texts: Texts) -> str | None:
+def _wrong_text(request: ChoiceRequest, answer: Answer, texts: Texts) -> str | None:
     expected = (request.echo or "") + _text(request, answer.token_ids, texts)
     if agree(expected, answer.text):
         return None
@@ -194,7 +196,7 @@ def _wrong_text(request: Asked, answer: Answer, texts: Texts) -> str | None:
 
 
 def _wrong_logprobs(
-    request: Asked, tokens: Sequence[int], answer: Answer, logits: np.ndarray, bounds: Bounds, verdict: Verdict
+    request: ChoiceRequest, tokens: Sequence[int], answer: Answer, logits: np.ndarray, bounds: Bounds, verdict: Verdict
 ) -> Iterator[str]:
     """Yield the faults of the log-probabilities of tokens: the first of each kind."""
     entries: list[Sequence[Any]] = [answer.logprobs, answer.top, answer.tokens]
@@ -212,13 +214,12 @@ def _wrong_logprobs(
     for number, row in enumerate(logits, first):
         token = tokens[number]
         logprob = answer.logprobs[number]
-        top = answer.top[number]
         expected = _log_probabilities(row)
-        if logprob is None or top is None:
+        if logprob is None or answer.top[number] is None:
             yield f"logprobs: expected one of token {number}, found none"
             return
         errors.append(abs(logprob - float(expected[token])))
-        if line := _wrong_top(request, expected, token, answer.tokens[number], logprob, top, bound):
+        if line := _wrong_top(request, answer, number, expected, token, bound):
             yield f"top_logprobs of token {number}: {line}"
             return
     verdict.logprob_error = max(errors, default=0.0)
@@ -238,9 +239,10 @@ def _log_probabilities(row: np.ndarray) -> np.ndarray:
 
 
 def _wrong_top(
-    request: Asked, expected: np.ndarray, token: int, text: str, logprob: float, top: Mapping[str, float], bound: float
+    request: ChoiceRequest, answer: Answer, number: int, expected: np.ndarray, token: int, bound: float
 ) -> str | None:
-    """Return the fault of the list of the likeliest tokens. expected: log-probabilities of all tokens."""
+    """Return the fault of a list of the likeliest tokens. expected: log-probabilities of all tokens."""
+    top = answer.top[number] or {}
     count = min(request.logprobs or 0, len(expected))
     largest = np.sort(expected)[len(expected) - count :][::-1]
     values = sorted(top.values(), reverse=True)
@@ -252,6 +254,8 @@ def _wrong_top(
             counts.add(count + 1)  # as likely as the last: which of them is in the list is rounding
     if len(values) not in counts:
         return f"expected {min(counts)} entries, found {len(values)}"
+    text = answer.tokens[number]
+    logprob = answer.logprobs[number]
     if not request.is_chat and top.get(text) != logprob:
         return f"expected {logprob} of the chosen token {text!r}, found {top.get(text)}"
     off = np.abs(np.array(values[:count]) - largest)
@@ -261,7 +265,7 @@ def _wrong_top(
     return None
 
 
-def _wrong_pieces(request: Asked, answer: Answer) -> Iterator[str]:
+def _wrong_pieces(request: ChoiceRequest, answer: Answer) -> Iterator[str]:
     """Yield the faults of the texts of tokens and of their offsets."""
     joined = "".join(answer.tokens)
     is_cut = bool(request.stop or request.rules.stop_ids)  # the text ends before what ended it, the tokens do not

@@ -23,10 +23,10 @@ _TOKENS_OF_BLOCK = 8  # 4 words of 64 bits
 def exponential_noise(seed: int, choice: int, positions: Sequence[int], count: int) -> np.ndarray:
     """Return the noise of tokens 0 to `count`-1 at each position, [len(positions), count] float64 above 0."""
     num_blocks = -(-count // _TOKENS_OF_BLOCK)
-    blocks = np.tile(np.arange(1, num_blocks + 1, dtype=np.uint64), len(positions))
-    places = np.repeat(np.array(positions, np.uint64), num_blocks)
-    zeros = np.zeros_like(blocks)
-    words = philox([blocks, places, zeros, zeros], (seed, choice))
+    block_numbers = np.tile(np.arange(1, num_blocks + 1, dtype=np.uint64), len(positions))
+    block_positions = np.repeat(np.array(positions, np.uint64), num_blocks)
+    zeros = np.zeros_like(block_numbers)
+    words = philox([block_numbers, block_positions, zeros, zeros], (seed, choice))
     halves = list(itertools.chain.from_iterable((word & _LOW, word >> _HALF) for word in words))
     bits = np.stack(halves, axis=1).reshape(len(positions), -1)[:, :count]
     uniform = (bits.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)

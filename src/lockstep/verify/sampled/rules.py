@@ -18,6 +18,11 @@ from lockstep.verify.sampled.noise import exponential_noise
 # Relative to the largest number of a comparison: products, sums and logarithms in float32 are off by a few times
 # 6e-8 each.
 ROUNDING = 2e-6
+# Fields of a body that are fields of `Rules`, unchanged.
+_PLAIN = (
+    *("temperature", "top_k", "top_p", "min_p", "min_tokens", "seed"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
 
 
 @dataclass(frozen=True)
@@ -40,22 +45,22 @@ class Rules:
     stop_ids: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, body: Mapping[str, Any], eos_token_ids: Collection[int]) -> Rules:
+    def from_body(cls, body: Mapping[str, Any], eos_token_ids: Collection[int]) -> Rules:
         """Read the body of a completion, or of a chat."""
-        names = "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty min_tokens seed"
+        plain = {name: body[name] for name in _PLAIN if name in body}
         bias = {int(token): float(value) for token, value in body.get("logit_bias", {}).items()}
         ends = frozenset(body.get("stop_token_ids", ()))
         if not body.get("ignore_eos"):
             ends |= frozenset(eos_token_ids)
-        return cls(**{name: body[name] for name in names.split() if name in body}, bias=bias, stop_ids=ends)
+        return cls(**plain, bias=bias, stop_ids=ends)
 
 
 @dataclass(frozen=True)
 class Chosen:
     """The token that rules choose.
 
-    near: scores of all tokens, of which the largest wins; -inf for those that no error of the logits lets in. best: the
-    largest score of the tokens that no such error leaves out; -inf where each of them may be left out. error: of a
+    near: scores of all tokens, of which the largest wins; -inf for those that are left out whatever the logits' errors.
+    best: the largest score of the tokens that are kept whatever these errors; -inf where there is none. error: of a
     score.
     """
 
@@ -92,15 +97,17 @@ def choose(
     factor = max(rules.repetition_penalty, 1 / rules.repetition_penalty)
     if noise is None:
         return Chosen(int(np.argmax(changed)), float(changed.max()), changed, 2 * factor * error)
-    weights = (changed - changed.max()) / rules.temperature  # their logarithms
+    weights = (changed - changed.max()) / rules.temperature  # logarithms
     slack = 2 * factor * error / rules.temperature
     rounding = ROUNDING * max(1.0, float(np.abs(changed[np.isfinite(changed)]).max()) / rules.temperature)
-    scores = weights - np.log(noise)
+    scores = weights - np.log(noise)  # logarithms of weights divided by exponential noise
     ordered = np.sort(weights[weights > -np.inf])[::-1]
-    masked = np.where(weights >= _edge(rules, ordered, 0.0), scores, -np.inf)
-    sure = np.where(weights >= _edge(rules, ordered, -slack - rounding), scores, -np.inf)
-    near = np.where(weights >= _edge(rules, ordered, slack + rounding), scores, -np.inf)
-    return Chosen(int(np.argmax(masked)), float(sure.max()), near, slack + rounding)
+
+    def truncated(slack: float) -> np.ndarray:
+        return np.where(weights >= _least_weight(rules, ordered, slack), scores, -np.inf)
+
+    error = slack + rounding
+    return Chosen(int(np.argmax(truncated(0.0))), float(truncated(-error).max()), truncated(error), error)
 
 
 def noises(rules: Rules, prompt: Sequence[int], count: int, vocab_size: int, choice: int) -> list[np.ndarray | None]:
@@ -140,11 +147,11 @@ def _changed(
     return changed
 
 
-def _edge(rules: Rules, ordered: np.ndarray, slack: float) -> float:
+def _least_weight(rules: Rules, ordered: np.ndarray, slack: float) -> float:
     """Return the least weight that min-p, top-k and top-p keep.
 
     ordered: weights, logarithms, the largest first, which is 0. slack: how far below the edge a token may be to be kept
-    nevertheless; below 0: how far above it must be, which none may be.
+    nevertheless; below 0: how far above it a token must be.
     """
     edge = -np.inf
     if rules.min_p:

@@ -29,13 +29,15 @@ class Texts:
 
     def named(self, letters: str, longest: int) -> list[int]:
         """Return the tokens that may spell up to `longest` letters in ASCII, by their names in the vocabulary."""
-        names = re.compile(f"[{letters}]{{1,{longest}}}")
-        letter = re.compile(f"[{letters}]")
-        return [
-            token
-            for name, token in self._vocabulary.items()
-            if names.fullmatch(name) or ((byte := _BYTE.fullmatch(name)) and letter.fullmatch(chr(int(byte[1], 16))))
-        ]
+        spelling = re.compile(f"[{letters}]{{1,{longest}}}")
+        tokens = []
+        for name, token in self._vocabulary.items():
+            byte = _BYTE.fullmatch(name)
+            if byte:
+                name = chr(int(byte[1], 16))
+            if spelling.fullmatch(name):
+                tokens.append(token)
+        return tokens
 
     @functools.cached_property
     def _vocabulary(self) -> dict[str, int]:

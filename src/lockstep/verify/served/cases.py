@@ -31,7 +31,7 @@ _LIKELIEST = 1024  # tokens by which a temperature is fitted
 class Case:
     """A request. body: of a completion, without its prompt. shows: fields under test, which must decide tokens.
 
-    form: see `judge.Asked`.
+    form: see `judge.ChoiceRequest`.
     """
 
     name: str
@@ -123,7 +123,7 @@ class Cases:
             (noise,) = noises(Rules(seed=seed), prompt.prompt_ids, 1, prompt.logits.shape[1], 0)
             tokens = []
             for changed in ({}, *mistakes):
-                rules = Rules.of({**body, **changed}, ())
+                rules = Rules.from_body({**body, **changed}, ())
                 tokens.append(choose(rules, prompt.logits[0], prompt.prompt_ids, (), noise).token)
             num_changed = sum(token != tokens[0] for token in tokens)
             if num_changed > most_changed:

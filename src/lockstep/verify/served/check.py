@@ -4,7 +4,7 @@ In: an engine set that golden passed, its reference and golden's report. Out: a 
 `lockstep serve`, on a Unix socket. Its answers to golden's prompts are compared alone; under a seeded load of requests
 at random times, some of which are cancelled; with a cached prefix; with the engine killed in the middle; and with
 drafts, if it verifies any. A model with a format of tool calls must make one. Requests with each parameter of the API
-are compared with a second sampler (`check_sampling`). In the end, no request and no page may be in use.
+are compared with a second sampler (`served.sampling`). In the end, no request and no page may be in use.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import random
 import signal
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
 
 from lockstep.artifacts.reports import PASS, GoldenReport, ServedPhase, ServedReport, TokenDifference
-from lockstep.errors import CheckError, InputError
+from lockstep.errors import InputError
 from lockstep.runtime.model import CHUNK_SIZE, Model, ModelOptions, fitting_chunk_size
 from lockstep.runtime.speculative import Speculative
 from lockstep.runtime.tokenizer import tokenizer_path
@@ -35,7 +35,7 @@ from lockstep.verify.metrics import finish
 from lockstep.verify.sampled.answer import Answer
 from lockstep.verify.sampled.forced import History, write_logits
 from lockstep.verify.sampled.texts import Texts
-from lockstep.verify.served.client import complete, get
+from lockstep.verify.served.client import complete, gather, get
 from lockstep.verify.served.sampling import SamplingCheck
 from lockstep.verify.served.server import EngineFiles, OpenServer, Server
 from lockstep.verify.served.tools import calls_tools, tool_call
@@ -151,30 +151,25 @@ class _Received:
         return tuple(self.prompt.prompt_ids), tuple(self.expected)
 
 
+@dataclass
 class _Check:
-    """One run of the check. failures: lines, in order of detection."""
+    """One run of the check.
 
-    def __init__(
-        self,
-        server: Server,
-        prompts: Sequence[Prompt],
-        expected: Sequence[Sequence[int]],
-        long: Prompt | None,
-        max_new_tokens: int,
-        drafts: Speculative,
-        sampling: SamplingCheck,
-    ):
-        self.server = server
-        self.prompts = prompts
-        self.expected = expected
-        self.long = long
-        self.max_new_tokens = max_new_tokens
-        self.drafts = drafts
-        self.sampling = sampling
-        self.failures: list[str] = []
-        self.phases: dict[str, _Phase] = {}
-        self._received: list[_Received] = []
-        self.random = random.Random(0)
+    expected: golden's tokens of each prompt. failures: lines, in order of detection.
+    """
+
+    server: Server
+    prompts: Sequence[Prompt]
+    expected: Sequence[Sequence[int]]
+    long: Prompt | None
+    max_new_tokens: int
+    drafts: Speculative
+    sampling: SamplingCheck
+    socket: Path = Path()
+    failures: list[str] = field(default_factory=list)
+    phases: dict[str, _Phase] = field(default_factory=dict)
+    received: list[_Received] = field(default_factory=list)
+    draw: Random = field(default_factory=lambda: Random(0))
 
     async def run(self, target: Target) -> ServedReport:
         """Run all phases, and return the report."""
@@ -209,9 +204,9 @@ class _Check:
     def judge(self, model: Model) -> None:
         """Judge the answers to golden prompts. model: the server's, opened here."""
         decode = self.server.default.tokenizer.decode
-        model_logits = self._own_logits(model)
+        model_logits = self._logits_after_golden(model)
         faults = []
-        for received in self._received:
+        for received in self.received:
             logits = model_logits.get(received.history, received.prompt.logits)
             difference, fault = first_difference(
                 received.prompt, received.expected, received.answer.token_ids, logits, decode
@@ -224,13 +219,13 @@ class _Check:
                 faults.append(f"prompt {short(received.prompt.text)!r}, {received.how}: step {fault[0]}: {fault[1]}")
         self.failures[:0] = faults
 
-    def _own_logits(self, model: Model) -> dict[History, np.ndarray]:
+    def _logits_after_golden(self, model: Model) -> dict[History, np.ndarray]:
         """Return the model's logits after golden's tokens where these are not the reference's, and an answer differs.
 
         The reference has no logits there: at a near-tie, golden took another token and went on from it.
         """
         unique_histories = set()
-        for received in self._received:
+        for received in self.received:
             expected = list(received.expected)
             if expected != list(received.answer.token_ids) and expected != list(received.prompt.tokens):
                 unique_histories.add(received.history)
@@ -260,7 +255,7 @@ class _Check:
     async def _under_load(self) -> _Phase:
         """Send each golden prompt twice, among random requests."""
         phase = _Phase(num_random=_NUM_RANDOM, num_cancelled=_NUM_CANCELLED)
-        draw = self.random
+        draw = self.draw
         numbers = 2 * list(range(len(self.prompts)))
         tasks = [self._golden(number, "under load", phase) for number in numbers]
         tasks += [self._random_request(number < _NUM_CANCELLED) for number in range(_NUM_RANDOM)]
@@ -270,7 +265,7 @@ class _Check:
             await asyncio.sleep(seconds)
             await task
 
-        await self._all([later(draw.uniform(0, _MAX_INTERVAL_S * len(tasks) / 4), task) for task in tasks])
+        await gather([later(draw.uniform(0, _MAX_INTERVAL_S * len(tasks) / 4), task) for task in tasks], self.failures)
         return phase
 
     async def _on_a_prefix(self) -> _Phase:
@@ -299,7 +294,7 @@ class _Check:
         return _Phase(num_answers)
 
     async def _sampled(self, stream: bool) -> _Phase:
-        """Send the requests of `check_sampling`. Streamed ones come last, when the engine verifies drafts."""
+        """Send the requests of `served.sampling`. Streamed ones come last, when the engine drafts."""
         return _Phase(await self.sampling.send(self.socket, stream))
 
     async def _engine_killed(self) -> _Phase:
@@ -316,7 +311,7 @@ class _Check:
         await asyncio.wait([asyncio.create_task(first.wait()), *tasks], return_when=asyncio.FIRST_COMPLETED)
         if self.server.engine_pid is not None:
             os.kill(self.server.engine_pid, signal.SIGKILL)
-        await self._all(tasks)
+        await gather(tasks, self.failures)
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._restarted(restarts), _RESTART_S)
         if self.server.restarts != restarts + 1:
@@ -339,13 +334,6 @@ class _Check:
             f"{status['waiting']} waiting, {status['streams']} streams, {status['pages']['used']} pages"
         )
 
-    async def _all(self, tasks: Sequence[Any]) -> None:
-        for error in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(error, CheckError):
-                self.failures.append(str(error))
-            elif error is not None:
-                raise error
-
     async def _golden(self, number: int, how: str, phase: _Phase, first: asyncio.Event | None = None) -> None:
         """Send a golden prompt. first: set when its first token has come."""
         prompt = self.prompts[number]
@@ -355,7 +343,7 @@ class _Check:
 
     def _receive(self, received: _Received) -> None:
         received.phase.num_golden += 1
-        self._received.append(received)
+        self.received.append(received)
 
     async def _answer(
         self, prompt: str | Sequence[int], max_tokens: int, first: asyncio.Event | None = None, **body: Any
@@ -369,7 +357,7 @@ class _Check:
 
     async def _random_request(self, is_cancelled: bool) -> None:
         """Send a request whose answer is not compared."""
-        draw = self.random
+        draw = self.draw
         ready = self.server.ready
         longest = min(64, ready.max_seq_len // 2)
         body = {

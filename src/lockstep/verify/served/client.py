@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,15 @@ async def answers(path: Path, url: str, body: Mapping[str, Any], stream: bool) -
     for choice in choices:
         _add(by_index.setdefault(choice["index"], Answer()), choice)
     return [by_index[index] for index in sorted(by_index)], usage
+
+
+async def gather(tasks: Sequence[Awaitable[None]], failures: list[str]) -> None:
+    """Run all tasks; add the messages of CheckErrors to `failures`. Raises any other error."""
+    for error in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(error, CheckError):
+            failures.append(str(error))
+        elif error is not None:
+            raise error
 
 
 def _streamed(body: Mapping[str, Any]) -> dict[str, Any]:

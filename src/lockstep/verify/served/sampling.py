@@ -1,40 +1,39 @@
 """The part of the check `served` on sampling, log-probabilities and text.
 
-Each request of `check_cases` is sent twice, whole and streamed. Then the engines run teacher-forced on the answers'
+Each request of `served.cases` is sent twice, whole and streamed. Then the engines run teacher-forced on the answers'
 tokens, and a second sampler (`verify.sampled`) computes from their logits which tokens, text and log-probabilities are
 right.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lockstep.artifacts.reports import SampledCase
-from lockstep.errors import CheckError, pip_install
+from lockstep.errors import CheckError
 from lockstep.runtime.model import Model
 from lockstep.verify.golden.prompts import Prompt
 from lockstep.verify.metrics import largest
 from lockstep.verify.sampled.answer import Answer
 from lockstep.verify.sampled.forced import History, write_logits
-from lockstep.verify.sampled.judge import Asked, Bounds, Verdict, judge, judge_tokens, without
+from lockstep.verify.sampled.judge import Bounds, ChoiceRequest, Verdict, judge, judge_tokens, without
 from lockstep.verify.sampled.rules import Rules
 from lockstep.verify.sampled.texts import Texts
 from lockstep.verify.served.cases import Case, Cases
-from lockstep.verify.served.client import answers, post
+from lockstep.verify.served.client import answers, gather, post
 from lockstep.verify.served.server import Server
+from lockstep.verify.served.tools import NO_GRAMMARS
 
 _COMPLETIONS = "/v1/completions"
 _CHATS = "/v1/chat/completions"
-_NO_GRAMMARS = pip_install("grammar")  # in the error where llguidance is missing
 _MESSAGE = "Tell me of the city."
 
 
@@ -44,7 +43,7 @@ class Received:
 
     case: str
     how: str
-    request: Asked
+    request: ChoiceRequest
     answer: Answer
     bounds: Bounds
 
@@ -57,47 +56,43 @@ class Received:
         return [*histories, (prompt, self.answer.token_ids)]
 
 
+@dataclass
 class SamplingCheck:
-    """One run. failures: lines. num_requests: that were sent."""
+    """One run. expected: golden's greedy tokens of each prompt. failures: lines."""
 
-    def __init__(self, server: Server, prompts: Sequence[Prompt], expected: Sequence[Sequence[int]], texts: Texts):
-        self._server = server
-        self._prompts = prompts
-        self._expected = expected
-        self._texts = texts
-        self._received: list[Received] = []
-        self.failures: list[str] = []
+    server: Server
+    prompts: Sequence[Prompt]
+    expected: Sequence[Sequence[int]]
+    texts: Texts
+    received: list[Received] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
 
     async def send(self, socket: Path, stream: bool) -> int:
         """Send all requests at once; return how many. stream: as events."""
         *cases, chat = self._cases
         sent = [self._ask(socket, case, stream) for case in cases]
-        sent.append(self._chat(socket, chat, self._server.ready.max_seq_len, stream))
-        for error in await asyncio.gather(*sent, return_exceptions=True):
-            if isinstance(error, CheckError):
-                self.failures.append(str(error))
-            elif error is not None:
-                raise error
+        sent.append(self._chat(socket, chat, self.server.ready.max_seq_len, stream))
+        await gather(sent, self.failures)
         return len(sent)
 
     @functools.cached_property
     def _cases(self) -> list[Case]:
         """The requests, once the server is ready; the last is a chat."""
-        ready = self._server.ready
+        ready = self.server.ready
         limits = ready.max_batch_size, ready.max_seq_len
-        cases = Cases(self._prompts, self._expected, self._texts, *limits, ready.eos_token_ids)
+        cases = Cases(self.prompts, self.expected, self.texts, *limits, ready.eos_token_ids)
         return [*cases.all(ready.prompt_logprobs), cases.chat()]
 
     async def _ask(self, socket: Path, case: Case, stream: bool) -> None:
         prompts = [list(prompt.prompt_ids) for prompt in case.prompts]
-        body = {**case.body, "model": self._server.name, "prompt": prompts}
+        body = {**case.body, "model": self.server.name, "prompt": prompts}
         how = "streamed" if stream else "whole"
         with _name_case(case.name, how):
             replies = await self._answers(socket, _COMPLETIONS, body, stream, prompts)
         for number, answer in enumerate(replies):
             prompt_number, choice = divmod(number, body.get("n", 1))
             request = self._request(case, prompts[prompt_number], prompt_number, choice)
-            self._received.append(Received(case.name, how, request, answer, self._bounds(case)))
+            self.received.append(Received(case.name, how, request, answer, self._bounds(case)))
 
     async def _answers(
         self, socket: Path, url: str, body: Mapping[str, Any], stream: bool, prompts: Sequence[Sequence[int]]
@@ -108,7 +103,7 @@ class SamplingCheck:
         try:
             replies, counts = await answers(socket, url, body, stream)
         except CheckError as error:
-            if _NO_GRAMMARS in str(error):
+            if NO_GRAMMARS in str(error):
                 return []
             raise
         count = len(prompts) * body.get("n", 1)
@@ -122,7 +117,7 @@ class SamplingCheck:
 
     async def _chat(self, socket: Path, case: Case, room: int, stream: bool) -> None:
         """Request a completion and a chat of the same prompt: their answers must be the same."""
-        server = self._server
+        server = self.server
         if server.default.chat.fault is not None:
             return
         how = "streamed" if stream else "whole"
@@ -139,22 +134,22 @@ class SamplingCheck:
             (chat,) = await self._answers(socket, _CHATS, body, stream, [prompt])
         request = self._request(case, prompt, 0, 0)
         bounds = self._bounds(case)
-        self._received.append(Received(case.name, how, request, text, bounds))
+        self.received.append(Received(case.name, how, request, text, bounds))
         if bounds.largest and chat.text != text.text:  # the chat's tokens are not known
             return
         chat = replace(chat, token_ids=text.token_ids)
         if server.default.reasoning_format is not None:  # its content is only a part of the text
             chat = replace(chat, text=text.text)
-        self._received.append(Received(case.name, f"{how} chat", replace(request, is_chat=True), chat, bounds))
+        self.received.append(Received(case.name, f"{how} chat", replace(request, is_chat=True), chat, bounds))
 
-    def _request(self, case: Case, prompt: Sequence[int], prompt_number: int, choice: int) -> Asked:
+    def _request(self, case: Case, prompt: Sequence[int], prompt_number: int, choice: int) -> ChoiceRequest:
         body = case.body
-        rules = Rules.of({**body, "seed": body.get("seed", 0) + prompt_number}, self._server.ready.eos_token_ids)
+        rules = Rules.from_body({**body, "seed": body.get("seed", 0) + prompt_number}, self.server.ready.eos_token_ids)
         fields = {"logit_bias": "bias"}
         shown = [fields.get(name, name) for name in case.shows]
         plain = without(rules, *(name for name in shown if hasattr(rules, name)))
-        echo = self._texts.decode(prompt) if body.get("echo") else None
-        return Asked(
+        echo = self.texts.decode(prompt) if body.get("echo") else None
+        return ChoiceRequest(
             prompt,
             rules,
             plain,
@@ -169,7 +164,7 @@ class SamplingCheck:
 
     def _bounds(self, case: Case) -> Bounds:
         # The server prefills a repeated prompt in chunks, the judge's run goes token by token: last bits may differ.
-        if self._server.ready.batch_invariant and not case.body.get("echo"):
+        if self.server.ready.batch_invariant and not case.body.get("echo"):
             return Bounds()
         rms = max(prompt.bounds.rms(prompt.counts) for prompt in case.prompts)
         return Bounds(max(prompt.bounds.largest for prompt in case.prompts), rms)
@@ -178,7 +173,7 @@ class SamplingCheck:
         """Judge the answers; return the results by case. model: the server's, opened here."""
         entries = []
         unique_histories: dict[History, None] = {}
-        for received in self._received:
+        for received in self.received:
             if not received.answer.token_ids:
                 self.failures.append(f"{received.case}, {received.how}: expected tokens, found none")
                 continue
@@ -197,9 +192,9 @@ class SamplingCheck:
                 same = _hashable(received.histories[-1]), received.request.choice  # whole, streamed, in a chat
                 if same not in by_answer:
                     tokens = received.answer.token_ids
-                    by_answer[same] = judge_tokens(received.request, tokens, logits[-1], self._texts, received.bounds)
+                    by_answer[same] = judge_tokens(received.request, tokens, logits[-1], self.texts, received.bounds)
                     self.failures += [f"{received.case}, {received.how}: {line}" for line in by_answer[same].wrong]
-                verdict = judge(received.request, received.answer, np.concatenate(logits), self._texts, received.bounds)
+                verdict = judge(received.request, received.answer, np.concatenate(logits), self.texts, received.bounds)
                 self.failures += [f"{received.case}, {received.how}: {line}" for line in verdict.wrong]
                 by_answer[same] |= verdict
         return {name: _summed([*by_request.values()]) for name, by_request in verdicts.items()}

@@ -11,7 +11,7 @@ from lockstep.verify.served.server import Server
 
 _CONTEXT = 768  # tokens of the prompt with the tool, and of the answer
 _TOKENS = 256  # of the answer
-_NO_GRAMMARS = pip_install("grammar")  # in the error where llguidance is missing
+NO_GRAMMARS = pip_install("grammar")  # in the error where llguidance is missing
 _CITIES = ["Paris", "Berlin"]
 _SCHEMA = {
     "type": "object",
@@ -48,7 +48,7 @@ async def tool_call(server: Server, socket: Path) -> tuple[int, str | None]:
         for _ in range(2):
             answers += (await post(socket, "/v1/chat/completions", body, "served"))["choices"]
     except CheckError as error:
-        if _NO_GRAMMARS in str(error):
+        if NO_GRAMMARS in str(error):
             return len(answers), None
         return len(answers), f"tool call: {error}"
     first, second = answers
