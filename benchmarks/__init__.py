@@ -46,7 +46,7 @@ INSIDE = {
     "artifacts.assembly": "blocks with their weights",
     "artifacts.dtypes": "weights that are made up, by their types",
     "artifacts.quantized": "weights that are made up, of integers and scales",
-    "backends": "what a backend says of itself, and the default options of a build",
+    "backends.base": "what a backend says of itself, and the default options of a build",
     "gpu": "events of the device, to time its share of a step",
     "gpu.executor": "the parts of a step, each repeated alone",
     "gpu.plan": "the same",

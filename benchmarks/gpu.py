@@ -35,7 +35,7 @@ from lockstep.artifacts import formats
 from lockstep.artifacts.assembly import BoundBlock
 from lockstep.artifacts.dtypes import DTYPE_BITS, graph_dtype, named_dtype
 from lockstep.artifacts.quantized import is_scales
-from lockstep.backends import get_backend
+from lockstep.backends.base import get_backend
 from lockstep.manifests.digest_cache import remember
 from lockstep.onnx_tools.judge import Bound, max_abs_error, wrong
 from lockstep.onnx_tools.judge import measure as judged

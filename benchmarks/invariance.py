@@ -28,7 +28,7 @@ from benchmarks.measure import read_json, write_json
 from benchmarks.shapes import config_of
 from lockstep import Assembly, CheckError, Engine, InputError, Model, ModelOptions, Request, Results, Speculation
 from lockstep.artifacts.files import sha256_json
-from lockstep.backends import get_backend
+from lockstep.backends.base import get_backend
 from lockstep.provenance.code_identity import code_digests
 from lockstep.verify.golden.drafted import RecordedDrafter
 

@@ -32,7 +32,7 @@ from benchmarks.measure import deliver, read_json, recorder, spread, surrounding
 from benchmarks.serving import Place, Server
 from benchmarks.shapes import config_of
 from lockstep import Advance, Assembly, CheckpointFiles, Engine, Model, ModelOptions, Request, processes
-from lockstep.backends import get_backend
+from lockstep.backends.base import get_backend
 
 
 @dataclass(frozen=True)

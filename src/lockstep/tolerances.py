@@ -159,9 +159,9 @@ class Tolerances:
         CPUs cut them into two numbers of 8 bits, as in w8a16: all rows are off by 2^-6 of fp16's noise (w4a8, Mixtral's
         and Qwen 3 MoE's tiny shapes on both backends, November 2026).
         """
-        largest, rms = self.engine
         if not is_quantized(self.precision):
             return self
+        largest, rms = self.engine
         _, rms_of_parts = _by_backend(ENGINE, "w8a16", self.backend)
         return replace(self, engine=(largest, max(rms, rms_of_parts)))
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from lockstep import processes
 from lockstep.artifacts.weights import WeightsManifest
-from lockstep.backends import get_backend
+from lockstep.backends.base import get_backend
 from lockstep.errors import InputError, LockstepError
 from lockstep.manifests.digest_cache import stamp
 from lockstep.runtime.active_choice import PreparedRequest

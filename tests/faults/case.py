@@ -28,7 +28,7 @@ from faults.table import FAULTS
 from lockstep import CheckError, InputError, Limits, Model, ModelOptions, Target, Tolerances, build_engines
 from lockstep.artifacts import formats
 from lockstep.artifacts.files import read_json, sha256_file, write_bytes, write_json
-from lockstep.backends import get_backend
+from lockstep.backends.base import get_backend
 from lockstep.backends.engine_set import EngineSet
 
 # In the order in which the workflow comes to them; a build may refuse a graph.

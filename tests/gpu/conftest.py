@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.backends import get_backend
+from lockstep.backends.base import get_backend
 from lockstep.errors import LockstepError
 from lockstep.targets import Results
 from lockstep_gpu.backends.cuda.gpu import why_not

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from test_gpu_run import FORMS
 
-from lockstep import backends
 from lockstep.artifacts.files import read_json
+from lockstep.backends import builder
 from lockstep.runtime import Advance, Decoding, Model, ModelOptions, Request, Tokenizer
 from lockstep.targets import Limits
 from lockstep.tolerances import Tolerances
@@ -30,8 +30,8 @@ def models(backend, precision, options, demo_with_adapters, tmp_path_factory):
     """ONNX Runtime's and the backend's, the precision, and the engines of the latter."""
     folder = tmp_path_factory.mktemp("engines")
     assembly = demo_with_adapters.assembly("demo-llama", precision)
-    reference = backends.build(assembly, "onnxruntime", folder / "onnxruntime" / "engines.json")
-    built = backends.build(assembly, backend, folder / backend / "engines.json", {**LIMITS, **options})
+    reference = builder.build(assembly, "onnxruntime", folder / "onnxruntime" / "engines.json")
+    built = builder.build(assembly, backend, folder / backend / "engines.json", {**LIMITS, **options})
     weights = demo_with_adapters.weights("demo-llama", precision)
     adapters = demo_with_adapters.adapters("demo-llama")
     pair = (

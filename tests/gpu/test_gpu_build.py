@@ -9,7 +9,7 @@ import pytest
 from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import read_json, write_json
 from lockstep.artifacts.signature import IO
-from lockstep.backends import get_backend
+from lockstep.backends.base import get_backend
 from lockstep.errors import CheckError, InputError
 
 pytestmark = [pytest.mark.usefixtures("backend"), pytest.mark.parametrize("backend", ["tensorrt"], indirect=True)]

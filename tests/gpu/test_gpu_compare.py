@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from test_gpu_run import FORMS
 
-from lockstep import backends
 from lockstep.artifacts.files import read_json
+from lockstep.backends import builder
 from lockstep.targets import Limits
 from lockstep.tolerances import Tolerances
 from lockstep.verify import compare
@@ -16,7 +16,7 @@ from lockstep.verify import compare
 def test_engines_compute_what_their_graphs_do(demo, tmp_path, backend, precision, options):
     assembly = demo.assembly("demo-llama", precision)
     tensors = demo.weights("demo-llama", precision)
-    engines = backends.build(assembly, backend, tmp_path / "engines" / "engines.json", options)
+    engines = builder.build(assembly, backend, tmp_path / "engines" / "engines.json", options)
     tolerance = Tolerances(precision, backend)
     report = read_json(compare.run(assembly, tensors, engines, tolerance, Limits(), tmp_path / "compare.json"))
     assert set(report["engines"]) == {name for name in read_json(engines)["engines"] if not name.endswith(".rotary")}

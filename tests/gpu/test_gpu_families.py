@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lockstep import backends
+from lockstep.backends import builder
 from lockstep.runtime import Advance, Engine, Model, ModelOptions, Request, scheduler
 
 NAME = "tiny"
@@ -57,11 +57,11 @@ def test_logits_are_those_of_onnx_runtime_and_of_each_request_alone(
     results = family_results(family, precision)
     assembly = results.assembly(NAME, precision)
     weights = results.weights(NAME, precision)
-    engines = backends.build(assembly, backend, tmp_path / backend / "engines.json", LIMITS)
+    engines = builder.build(assembly, backend, tmp_path / backend / "engines.json", LIMITS)
     model = Model.open(engines, assembly, weights)
     on_cpu = "fp32" if precision == "fp32" else "fp16"  # which has no bf16
     of_host = family_results(family, on_cpu).assembly(NAME, on_cpu)
-    on_host = backends.build(of_host, "onnxruntime", tmp_path / "onnxruntime" / "engines.json")
+    on_host = builder.build(of_host, "onnxruntime", tmp_path / "onnxruntime" / "engines.json")
     host = Model.open(
         on_host, of_host, family_results(family, on_cpu).weights(NAME, on_cpu), options=ModelOptions(max_seq_len=128)
     )

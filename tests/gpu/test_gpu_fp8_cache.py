@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lockstep import backends
 from lockstep.artifacts.assembly import Assembly
+from lockstep.backends import builder
 from lockstep.runtime import Advance, Engine, Model, ModelOptions, Request
 
 LIMITS = {"max_batch_size": 6, "max_num_tokens": 256, "max_seq_len": 256}
@@ -26,7 +26,7 @@ def test_logits_of_an_fp8_cache(demo, tmp_path, backend):
     shutil.copytree(assembly_path.parent, tmp_path / "graphs")
     assembly = tmp_path / "graphs" / assembly_path.name
     replace(Assembly.load(assembly_path), kv_cache_dtype="fp8").save(assembly)
-    engines = backends.build(assembly_path, backend, tmp_path / "engines" / "engines.json", LIMITS)
+    engines = builder.build(assembly_path, backend, tmp_path / "engines" / "engines.json", LIMITS)
     plain, model = (
         Model.open(engines, path, tensors, options=ModelOptions(**LIMITS)) for path in (assembly_path, assembly)
     )

@@ -12,8 +12,8 @@ import numpy as np
 import onnx
 import pytest
 
-from lockstep import backends
 from lockstep.artifacts.assembly import Assembly
+from lockstep.backends import builder
 from lockstep.onnx_tools.products import Product
 from lockstep.onnx_tools.signature import ACTIVATIONS
 from lockstep.runtime import Advance, Model, ModelOptions
@@ -132,9 +132,9 @@ def with_bfloat16(assembly_path: Path, folder: Path) -> Path:
 def test_logits_are_those_of_onnx_runtime(quantized_demo, tmp_path, backend, precision, activations):
     assembly = quantized_demo.assembly("demo-llama", precision)
     tensors = quantized_demo.weights("demo-llama", precision)
-    reference = backends.build(assembly, "onnxruntime", tmp_path / "onnxruntime" / "engines.json")
+    reference = builder.build(assembly, "onnxruntime", tmp_path / "onnxruntime" / "engines.json")
     run = with_bfloat16(assembly, tmp_path / "graphs") if activations else assembly
-    built = backends.build(run, backend, tmp_path / backend / "engines.json", LIMITS)
+    built = builder.build(run, backend, tmp_path / backend / "engines.json", LIMITS)
     pair = [
         Model.open(reference, assembly, tensors, options=ModelOptions(**LIMITS)),
         Model.open(built, run, tensors, options=ModelOptions(**LIMITS)),
@@ -160,5 +160,5 @@ def test_logits_are_those_of_onnx_runtime(quantized_demo, tmp_path, backend, pre
 @pytest.mark.parametrize("backend", ["cuda"], indirect=True)
 def test_engines_of_e4m3_compute_what_their_graphs_do(quantized_demo, tmp_path, backend):
     assembly, tensors = (of("demo-llama", "w8a8-fp8") for of in (quantized_demo.assembly, quantized_demo.weights))
-    engines = backends.build(assembly, backend, tmp_path / "engines" / "engines.json", LIMITS)
+    engines = builder.build(assembly, backend, tmp_path / "engines" / "engines.json", LIMITS)
     compare.run(assembly, tensors, engines, Tolerances("w8a8-fp8", backend), Limits(), tmp_path / "compare.json")

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.step_timing import breakdown, breakdown_prefill
 from test_gpu_run import FORMS, PROMPTS, decode
 
-from lockstep import backends
+from lockstep.backends import builder
 from lockstep.errors import CheckError
 from lockstep.runtime import Advance, Model, Sampling, Tokenizer
 from lockstep.step.logits_pipeline import Sampler
@@ -154,8 +154,8 @@ def test_tokens_of_two_ranks_are_those_of_onnx_runtime(
     single, split = (results.assembly("demo-llama", precision) for results in (demo, demo_of_two_ranks))
     weights = demo.weights("demo-llama", precision)
     built = {
-        "reference": (backends.build(single, "onnxruntime", tmp_path / "onnxruntime" / "engines.json"), single),
-        "ranks": (backends.build(split, backend, tmp_path / backend / "engines.json", options), split),
+        "reference": (builder.build(single, "onnxruntime", tmp_path / "onnxruntime" / "engines.json"), single),
+        "ranks": (builder.build(split, backend, tmp_path / backend / "engines.json", options), split),
     }
     tokenizer = Tokenizer.open(single)
     prompts = [tokenizer.encode(text) for text in PROMPTS]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from benchmarks.step_timing import breakdown, breakdown_prefill
 
-from lockstep import backends
+from lockstep.backends import builder
 from lockstep.runtime import Advance, Engine, Model, ModelOptions, Request, Sampling, Tokenizer
 from lockstep.runtime.drafts import Speculation
 from lockstep.runtime.speculative import Speculative, open_speculation
@@ -52,8 +52,8 @@ def test_tokens_are_those_of_onnx_runtime(demo, tmp_path, backend, precision, op
     assembly = demo.assembly("demo-llama", precision)
     tensors = demo.weights("demo-llama", precision)
     built = (
-        backends.build(assembly, "onnxruntime", tmp_path / "onnxruntime" / "engines.json"),
-        backends.build(assembly, backend, tmp_path / backend / "engines.json", options),
+        builder.build(assembly, "onnxruntime", tmp_path / "onnxruntime" / "engines.json"),
+        builder.build(assembly, backend, tmp_path / backend / "engines.json", options),
     )
     tokenizer = Tokenizer.open(assembly)
     prompts = [tokenizer.encode(text) for text in PROMPTS]
@@ -90,7 +90,7 @@ def test_drafts_change_no_bit(demo, demo_bf16, tmp_path, backend, precision):
     results = demo_bf16 if precision == "bf16" else demo
     assembly = results.assembly("demo-llama", precision)
     weights = results.weights("demo-llama", precision)
-    engines = backends.build(assembly, backend, tmp_path / "engines.json")
+    engines = builder.build(assembly, backend, tmp_path / "engines.json")
     model = Model.open(engines, assembly, weights, 2, ModelOptions(max_seq_len=160))
     random = np.random.default_rng(1)
     prompts = [np.resize(random.integers(0, model.vocab_size, 9), length) for length in (50, 21, 64, 9, 33)]

@@ -9,7 +9,7 @@ from typing import Any
 
 from families import FAMILIES, in_eights
 
-from lockstep.backends import build
+from lockstep.backends.builder import build
 from lockstep.checkpoint import resolve, resolve_architecture
 from lockstep.export import export
 from lockstep.export.random_model import make

@@ -14,7 +14,7 @@ from demo_model import CONFIG, DEMO
 import fake_gpu
 from fake_gpu import compiled
 from lockstep.artifacts.files import read_json, sha256_file, sha256_json
-from lockstep.backends import build
+from lockstep.backends.builder import build
 from lockstep.checkpoint import resolve, tokenizer_file
 from lockstep.checkpoint.resolve import SIDE_FILES
 from lockstep.provenance.cache import Cache

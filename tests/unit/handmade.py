@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep.backends import build
+from lockstep.backends.builder import build
 from lockstep.checkpoint import resolve
 from lockstep.export import export, random_model
 from lockstep.targets import Results

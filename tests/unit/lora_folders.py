@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.files import write_bytes, write_json
 from lockstep.artifacts.quantized import module_of
-from lockstep.backends import build
+from lockstep.backends.builder import build
 from lockstep.config import load
 from lockstep.export.lora import with_adapters
 from lockstep.runtime import Decoding, Model, ModelOptions, Request

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 from lockstep import make_random_checkpoint
 from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.artifacts.places import FileEntry
-from lockstep.backends import build
+from lockstep.backends.builder import build
 from lockstep.checkpoint import resolve
 from lockstep.export import export
 from lockstep.export.quantize import quantize

@@ -12,8 +12,9 @@ from typing import Any
 
 from demo_model import CONFIG
 
-from lockstep import backends, weights
+from lockstep import weights
 from lockstep.artifacts.checkpoint import CheckpointManifest
+from lockstep.backends import builder
 from lockstep.provenance import run as stage
 from lockstep.stages import STAGES
 from lockstep.targets import Results
@@ -58,5 +59,5 @@ def recorded(
     run(results, "export", precision=precision)
     run(results, "convert", lambda: weights.convert(results.checkpoint(MODEL), precision, converted), precision)
     engines = results.engines(MODEL, precision, backend)
-    run(results, "build", lambda: backends.build(graphs, backend, engines, options), precision, backend)
+    run(results, "build", lambda: builder.build(graphs, backend, engines, options), precision, backend)
     return results

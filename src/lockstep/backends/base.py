@@ -19,7 +19,7 @@ import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -33,8 +33,6 @@ from lockstep.step.advance import Executor
 from lockstep.step.executable import Executable, HostExecutable
 from lockstep.step.network import Network
 from lockstep.weights import Tensors
-
-Array = TypeVar("Array")
 
 # The module of a backend, whose BACKEND is the class. It is imported at first use: no backend needs another's library.
 _MODULE = "lockstep.backends.*.backend"

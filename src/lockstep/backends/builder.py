@@ -51,7 +51,7 @@ def build(
     out = Path(out_engines_json)
     assembly = Assembly.load(assembly_path)
     library = get_backend(backend)
-    _check_supported(assembly_path, assembly, backend, library, options or {})
+    _check_supported(assembly_path, assembly, library, options or {})
     manifest = EngineSetManifest(
         backend=backend,
         backend_version=library.version(),
@@ -61,13 +61,12 @@ def build(
         options={**library.default_options(), **(options or {})},
     )
     graphs = list(library.graphs(assembly, manifest.options))
-    costs = dict[str, Any]()
-    names = {library.file(name) for name, _ in graphs}
-    stale_files(out, names)  # first: it refuses to overwrite files of someone else
+    files = {library.file(name) for name, _ in graphs}
+    stale_files(out, files)  # first: it refuses to overwrite files of someone else
     library.start(out.parent, manifest, [name for name, _ in graphs])
-    with disk_room(f"{out.parent}: expected room for engines"), replacing(out, names) as stale:
-        _remove_temporary(out.parent, names)
-        engines = _engines(assembly_path, graphs, out, manifest, library, costs)
+    with disk_room(f"{out.parent}: expected room for engines"), replacing(out, files) as stale:
+        _remove_temporary(out.parent, files)
+        engines, costs = _engines(assembly_path, graphs, out, manifest, library)
         manifest = replace(manifest, engines=engines, details=library.finish(list(engines)))
         replace(manifest, digest=manifest.digest_for(library.device_key(manifest.device))).save(out)
     if costs and library.takes_long:
@@ -78,41 +77,35 @@ def build(
     return out
 
 
-def _check_supported(
-    path: Path, assembly: Assembly, backend: str, library: Backend, options: Mapping[str, Any]
-) -> None:
+def _check_supported(path: Path, assembly: Assembly, library: Backend, options: Mapping[str, Any]) -> None:
     """Raise InputError for options, a precision or settings of the model that the backend lacks."""
     unknown = sorted(set(options) - set(library.default_options()))
     if unknown:
         raise InputError(
-            f"options of backend {backend}: expected only "
-            f"{', '.join(library.default_options())}, found {', '.join(unknown)}"
+            f"options of backend {library.name}: expected only {', '.join(library.default_options())}, found "
+            f"{', '.join(unknown)}"
         )
     if assembly.precision not in library.precisions:
         raise InputError(
             f"{path}: precision: expected one of {', '.join(library.precisions)} "
-            f"(backend {backend}), found {assembly.precision!r}"
+            f"(backend {library.name}), found {assembly.precision!r}"
         )
     for key in ("activations", "kv_cache_dtype"):
         value = getattr(assembly, key)
         if value is not None and key not in library.model_settings:
             raise InputError(
-                f"{path}: {key}: expected none for backend {backend}, found {value}; export without, or use "
-                "the backend cuda"
+                f"{path}: {key} is not supported by backend {library.name}; got {value}; export without, or use the "
+                "backend cuda"
             )
 
 
 def _engines(
-    assembly: Path,
-    graphs: Sequence[tuple[str, GraphFile]],
-    out: Path,
-    manifest: EngineSetManifest,
-    library: Backend,
-    costs: dict[str, Any],
-) -> dict[str, EngineFile]:
-    """Build the engines that an earlier set at `out` does not have, with their `costs`; return all entries."""
+    assembly: Path, graphs: Sequence[tuple[str, GraphFile]], out: Path, manifest: EngineSetManifest, library: Backend
+) -> tuple[dict[str, EngineFile], dict[str, Any]]:
+    """Build the engines that an earlier set at `out` does not have; return all entries, and what these cost."""
     recorded = _reusable(out, manifest, library)
     engines = {}
+    costs = {}
     for number, (name, graph) in enumerate(graphs, start=1):
         graph_path = graph_file(assembly.parent, graph)
         entry = recorded.get(name)
@@ -122,7 +115,7 @@ def _engines(
                 cost.update(peak_memory_bytes=built.peak_memory, note=built.note)
             costs[name] = cost
         engines[name] = entry
-    return engines
+    return engines, costs
 
 
 @contextlib.contextmanager
@@ -208,9 +201,9 @@ def _reusable(out: Path, manifest: EngineSetManifest, library: Backend) -> dict[
     return {name: entry for name, entry in old.engines.items() if is_whole(entry) and library.keeps(name, entry)}
 
 
-def _remove_temporary(folder: Path, names: Iterable[str]) -> None:
+def _remove_temporary(folder: Path, files: Iterable[str]) -> None:
     """Remove the temporary folders of killed builds of these engine files."""
-    for name in names:
+    for name in files:
         for path in folder.glob(f".{glob.escape(name)}.*.tmp"):
             if path.is_dir():
                 shutil.rmtree(path)

@@ -19,8 +19,7 @@ THREADS_VARIABLE = "LOCKSTEP_THREADS"
 # half a minute.
 _MAX_THREADS = 64
 
-# ONNX Runtime picks block sizes and kernels by these (onnxruntime/core/mlas/lib/platform.cpp). Others do not matter to
-# it.
+# ONNX Runtime picks block sizes and kernels by these flags alone (onnxruntime/core/mlas/lib/platform.cpp).
 _ISA = {
     "x86_64": (
         "sse4_1", "avx", "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512dq", "avx512vl",
@@ -45,13 +44,13 @@ def describe_cpu(cpuinfo: str | None = None, machine: str | None = None) -> dict
     for line in cpuinfo.splitlines():
         key, _, value = line.partition(":")
         fields.setdefault(key.strip(), value.strip())  # the first processor speaks for all
+    # x86's names of fields, or Arm's.
     flags = set((fields.get("flags") or fields.get("Features") or "").split())
+    family = fields.get("cpu family") or fields.get("CPU part", "")
     return {
         "architecture": architecture,
         "vendor": fields.get("vendor_id") or fields.get("CPU implementer", ""),
-        "family": " ".join(
-            filter(None, (fields.get("cpu family") or fields.get("CPU part", ""), fields.get("model", "")))
-        ),
+        "family": " ".join(filter(None, (family, fields.get("model", "")))),
         "isa": sorted(flags & set(_ISA.get(architecture, ()))),
     }
 
@@ -129,7 +128,9 @@ def thread_count(threads: int | None = None) -> int:
         text = os.environ.get(THREADS_VARIABLE, "")
         if not text:
             return core_count()
-        threads = int(text) if re.fullmatch("[0-9]{1,9}", text) else 0
+        threads = 0
+        if re.fullmatch("[0-9]{1,9}", text):
+            threads = int(text)
     if not 1 <= threads <= limit:
         if len(text) >= 40:
             text = text[:37] + "..."

@@ -37,10 +37,10 @@ class EngineSet:
         assembly = Assembly.load(assembly_json)
         manifest = EngineSetManifest.load(path)
         backend = get_backend(manifest.backend)
-        rebuild = "build the engines again on this machine"
-        check_same(path, f"{backend.name} version", manifest.backend_version, backend.version(), rebuild)
+        build_here = "build the engines again on this machine"
+        check_same(path, f"{backend.name} version", manifest.backend_version, backend.version(), build_here)
         device = backend.describe_device()
-        check_same(path, "device", backend.device_key(manifest.device), backend.device_key(device), rebuild)
+        check_same(path, "device", backend.device_key(manifest.device), backend.device_key(device), build_here)
         check_same(path, "precision", manifest.precision, assembly.precision, "open them with their own assembly")
         graphs = dict(backend.graphs(assembly, manifest.options))
         build = f"build the engines of {assembly_json}"

@@ -52,7 +52,7 @@ def hardware(name: str, builds: bool) -> str | None:
 
     Of a CPU its architecture. None where engines of any device can be built here and it `builds`.
     """
-    from lockstep.backends import get_backend
+    from lockstep.backends.base import get_backend
 
     library = get_backend(name)
     describe = getattr(library, "describe_hardware", None)  # of a backend whose engines are for no one device

@@ -11,6 +11,7 @@ from lockstep.errors import InputError
 from lockstep.targets import Limits
 
 Shape = tuple[int, ...]
+Sizes = tuple[dict[str, int], dict[str, int], dict[str, int]]  # the smallest, best and largest of each dimension
 Profile = dict[str, tuple[Shape, Shape, Shape]]
 LIMITS = ("max_batch_size", "max_num_tokens", "max_seq_len")
 # Tokens of prompts that blocks are tuned for besides `max_num_tokens`. A 7B step tuned for 2048 alone takes 34 us a
@@ -67,10 +68,8 @@ def prompt_ranges(max_batch_size: int, max_num_tokens: int) -> list[tuple[int, i
     return [(low + 1, top) for low, top in zip([max_batch_size, *tops], tops)]
 
 
-def _sizes(
-    shapes: Mapping[str, Sequence[int | str]], limits: Limits
-) -> list[tuple[dict[str, int], dict[str, int], dict[str, int]]]:
-    """Return the smallest, best and largest size by dimension, for each profile.
+def _sizes(shapes: Mapping[str, Sequence[int | str]], limits: Limits) -> list[Sizes]:
+    """Return the sizes of each profile.
 
     A block that decodes one request is tuned for just that: measured, a 7B block takes 112 us so, and 134 us when tuned
     for 16. A step that takes `max_num_tokens` of prompts may carry one more token for each row that decodes. An exit
@@ -109,9 +108,7 @@ def _sizes(
     return [*sizes, any_size]
 
 
-def _profile(
-    shapes: Mapping[str, Sequence[int | str]], sizes: tuple[Mapping[str, int], Mapping[str, int], Mapping[str, int]]
-) -> Profile:
+def _profile(shapes: Mapping[str, Sequence[int | str]], sizes: Sizes) -> Profile:
     profile = {}
     for name, shape in shapes.items():
         if any(isinstance(dim, str) for dim in shape):

@@ -17,8 +17,8 @@ from lockstep.artifacts.graph_files import StateMixer, TokenMixer
 from lockstep.artifacts.quantized import module_of
 from lockstep.artifacts.signature import IO, Signature
 from lockstep.artifacts.tensor_parallel import ShardedClass, ShardEntry, TensorParallel, attention_shards
-from lockstep.backends import EngineSet
 from lockstep.backends.base import Program
+from lockstep.backends.engine_set import EngineSet
 from lockstep.backends.graphs import base_engine, base_graphs
 from lockstep.step.activations import with_activations
 from lockstep.step.executable import Executable, HasAdapterRows

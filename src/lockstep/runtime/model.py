@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from lockstep.backends import EngineSet
+from lockstep.backends.engine_set import EngineSet
 from lockstep.errors import InputError
 from lockstep.runtime.adapters import Adapters, unknown_adapter
 from lockstep.runtime.binding import Binder

@@ -21,13 +21,14 @@ class Build(Stage):
         return engines_place(key.names, key.backend or {}), items
 
     def run(self, job: Job) -> None:
-        from lockstep import backends
+        from lockstep.backends.base import get_backend
+        from lockstep.backends.builder import build
 
         backend = job.backend
         assert backend is not None  # it is a wildcard of the stage
-        suffixes = backends.get_backend(backend).suffixes
+        suffixes = get_backend(backend).suffixes
         clear_unnamed(job.output, lambda path: path.suffix in suffixes)  # of a build that was killed
-        backends.build(job.inputs["assembly"], backend, job.output, job.options["options"])
+        build(job.inputs["assembly"], backend, job.output, job.options["options"])
 
 
 def engines_place(names: Mapping[str, Any], backend: Mapping[str, Any]) -> tuple[str, ...]:

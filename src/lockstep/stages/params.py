@@ -62,23 +62,23 @@ def adapters(config: Config, model: str) -> Value:
 
 def tensor_parallel(config: Config, model: str) -> Value:
     ranks = config.models[model].tensor_parallel
-    return ranks if ranks > 1 else None
+    return _value_if(ranks > 1, ranks)
 
 
 def group_size(config: Config, model: str, precision: str) -> Value:
-    return config.models[model].group_size if is_quantized(precision) else None
+    return _value_if(is_quantized(precision), config.models[model].group_size)
 
 
 def head_bits(config: Config, model: str, precision: str) -> Value:
-    return config.models[model].head_bits if is_quantized(precision) else None
+    return _value_if(is_quantized(precision), config.models[model].head_bits)
 
 
 def residual(config: Config, model: str, precision: str) -> Value:
-    return config.models[model].residual if precision in ("fp16", "bf16") else None
+    return _value_if(precision in ("fp16", "bf16"), config.models[model].residual)
 
 
 def activations(config: Config, model: str, precision: str) -> Value:
-    return config.models[model].activations if is_quantized(precision) else None
+    return _value_if(is_quantized(precision), config.models[model].activations)
 
 
 def kv_cache_dtype(config: Config, model: str) -> Value:
@@ -131,7 +131,7 @@ def adapted_golden(config: Config, model: str) -> Value:
 def drift_text(config: Config, model: str, precision: str | None = None) -> Value:
     """Return the text whose perplexity is measured, where weights or the cache are quantised."""
     settings = config.models[model]
-    return settings.golden.drift_text if precision or settings.kv_cache_dtype else None
+    return _value_if(bool(precision or settings.kv_cache_dtype), settings.golden.drift_text)
 
 
 def max_perplexity_change(config: Config, model: str) -> Value:
@@ -150,6 +150,13 @@ def adapted_expected(config: Config, model: str, precision: str, layers: int | s
 def device(config: Config, backend: str) -> Value:
     """Return the backend and the hardware that a job needs, where its backend is a device of the config."""
     return config.device_of(backend)
+
+
+def _value_if(applies: bool, value: Value) -> Value:
+    """Return a value where it applies; else None, which is no part of a build key."""
+    if applies:
+        return value
+    return None
 
 
 def _expected(

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from lockstep.stages.reference import make_reference
-from lockstep.stages.stage import Job, Stage
+from lockstep.stages.adapted_reference import AdaptedReference
 
 
-class QuantizedReference(Stage):
-    is_check = True
-
-    def run(self, job: Job) -> None:
-        make_reference(job)
+class QuantizedReference(AdaptedReference):
+    """A separate rule, because it reads the weights of a precision."""

@@ -15,9 +15,11 @@ import pytest
 
 from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.artifacts.signature import IO
-from lockstep.backends import EngineSet, build, builder, engine_set, get_backend
-from lockstep.backends.base import Built
+from lockstep.backends import builder, engine_set
+from lockstep.backends.base import Built, get_backend
+from lockstep.backends.builder import build
 from lockstep.backends.cpu import THREADS_VARIABLE, core_count, cpu_count, describe_cpu, thread_count
+from lockstep.backends.engine_set import EngineSet
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
 from lockstep.config.backends import backends
 from lockstep.errors import CheckError, InputError
@@ -278,7 +280,8 @@ def test_a_build_that_is_killed_has_said_in_which_engine(copied, tmp_path):
     script = """
 import os, signal, sys
 from pathlib import Path
-from lockstep.backends import build, builder
+from lockstep.backends import builder
+from lockstep.backends.builder import build
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
 class Slow(OnnxRuntimeBackend):
     takes_long = True

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper, save
 
-from lockstep.backends import get_backend
+from lockstep.backends.base import get_backend
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.sessions import open_session
 

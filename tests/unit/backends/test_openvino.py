@@ -40,7 +40,9 @@ from quantized_models import demo as quantized_demo
 from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import sha256_file, write_json
 from lockstep.artifacts.places import FileEntry
-from lockstep.backends import EngineSet, build, get_backend
+from lockstep.backends.base import get_backend
+from lockstep.backends.builder import build
+from lockstep.backends.engine_set import EngineSet
 from lockstep.backends.openvino import cpu
 from lockstep.backends.openvino.ir import to_bytes
 from lockstep.backends.openvino.passes import Weight

@@ -39,7 +39,7 @@ from test_bench import TINY
 import fake_gpu
 import lockstep
 from lockstep.artifacts.files import read_json, write_json
-from lockstep.backends import build
+from lockstep.backends.builder import build
 from real_server import make_tree
 from shared import Shared
 from some import some

@@ -20,7 +20,7 @@ from families import FAMILIES
 from safetensors.numpy import load_file
 from safetensors.torch import save_file
 
-from lockstep.backends import build
+from lockstep.backends.builder import build
 from lockstep.checkpoint import resolve
 from lockstep.export import export, random_model
 from lockstep.export.quiet import quiet

@@ -7,7 +7,7 @@ from families import FAMILIES
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lockstep.backends import build
+from lockstep.backends.builder import build
 from lockstep.checkpoint import resolve, resolve_architecture
 from lockstep.export import export
 from lockstep.export.checkpoint_layout import checkpoint_layout, checkpoint_shapes

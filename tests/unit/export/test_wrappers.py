@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from tests import lifelike
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMultimodalLM
 
-from lockstep.backends import build
+from lockstep.backends.builder import build
 from lockstep.checkpoint import resolve, resolve_architecture
 from lockstep.checkpoint.language import language_name, language_tensors
 from lockstep.errors import InputError

@@ -28,7 +28,7 @@ from lockstep import make_random_checkpoint
 from lockstep.artifacts.dtypes import named_dtype
 from lockstep.artifacts.files import read_json, write_bytes
 from lockstep.artifacts.signature import IO
-from lockstep.backends import build
+from lockstep.backends.builder import build
 from lockstep.checkpoint import resolve
 from lockstep.errors import CheckError, InputError
 from lockstep.export import export
@@ -190,7 +190,7 @@ def test_a_build_needs_no_gpu_and_no_library_of_one(shared, tmp_path):
     assembly = demo(shared, "w8a16").assembly("model", "w8a16")
     options = {name: getattr(LIMITS, name) for name in SIZES}
     code = "import sys; sys.modules['cuda'] = sys.modules['cudnn'] = sys.modules['tensorrt'] = None\n"
-    code += f"from lockstep.backends import build; build({str(assembly)!r}, 'cuda', sys.argv[1], {options})"
+    code += f"from lockstep.backends.builder import build; build({str(assembly)!r}, 'cuda', sys.argv[1], {options})"
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "again" / "engines.json")], check=True)
     names = {path.name for path in engines.parent.iterdir()}
     assert {"embedding.kernels", "middle.kernels", "exit.kernels"} < names
@@ -479,7 +479,7 @@ def test_quantised_weights_with_activations_in_bf16(shared, gpu, tmp_path, preci
     pair = assembly, results.weights("model", precision)
     compared = read_json(compare.run(*pair, engines, tolerance, LIMIT, tmp_path / "compare.json", seconds=8))
     assert compared["result"] == "pass"
-    with pytest.raises(InputError, match="activations: expected none for backend onnxruntime, found bfloat16; export"):
+    with pytest.raises(InputError, match="activations is not supported by backend onnxruntime; got bfloat16; export"):
         build(assembly, "onnxruntime", tmp_path / "host" / "engines.json")
 
 

@@ -24,7 +24,7 @@ from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.drift import Drift
 from lockstep.artifacts.files import read_json
 from lockstep.artifacts.reference import ReferenceManifest
-from lockstep.backends import build
+from lockstep.backends.builder import build
 from lockstep.config import load
 from lockstep.errors import CheckError, InputError
 from lockstep.runtime import Advance, Model, ModelOptions
@@ -264,7 +264,7 @@ def test_the_golden_check_finds(results, gpu, tmp_path, monkeypatch, fault):
 
 
 def test_other_backends_refuse_it_in_one_line(results, tmp_path):
-    line = "kv_cache_dtype: expected none for backend onnxruntime, found fp8; export without, or use the backend cuda"
+    line = "kv_cache_dtype is not supported by backend onnxruntime; got fp8; export without, or use the backend cuda"
     with pytest.raises(InputError, match=line):
         build(files(results)[1], "onnxruntime", tmp_path / "engines.json")
     model = {"source": "resources/demo-llama", "kv_cache_dtype": "fp8"}

@@ -13,7 +13,7 @@ from fine_tunes import make_fine_tunes
 
 import fake_gpu
 from lockstep.artifacts.files import read_json
-from lockstep.backends import build
+from lockstep.backends.builder import build
 from lockstep.errors import InputError
 from lockstep.runtime import Engine, Model, ModelOptions, Request, Sampling
 from lockstep.runtime.request import CheckpointFiles

@@ -12,7 +12,7 @@ from demo_model import LIMITS
 from lora_folders import NAMES, logits_of, opened, requests, shared_lora
 
 import fake_gpu
-from lockstep.backends import build
+from lockstep.backends.builder import build
 from lockstep.runtime import Decoding, Model, ModelOptions, Request, Sampling
 from lockstep.step.advance import Advance
 from lockstep.targets import Results

@@ -245,7 +245,7 @@ def test_graphs_have_what_they_need_in_every_version():
 
 def test_without_tensorrt_the_backend_says_so_in_one_line():
     code = (
-        "import sys; sys.modules['tensorrt'] = None\nfrom lockstep.backends import get_backend\nfrom "
+        "import sys; sys.modules['tensorrt'] = None\nfrom lockstep.backends.base import get_backend\nfrom "
         "lockstep.errors import guard\nwith guard(): get_backend('tensorrt')"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -18,7 +18,7 @@ from handmade import make as make_random
 
 import fake_gpu
 from lockstep.artifacts.files import read_json
-from lockstep.backends import build
+from lockstep.backends.builder import build
 from lockstep.errors import CheckError
 from lockstep.runtime import Advance, Engine, Model, ModelOptions, Request, Sampling
 from lockstep.step.logits_pipeline import Sampler, most_likely

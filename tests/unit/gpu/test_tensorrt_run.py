@@ -23,7 +23,7 @@ from polygraphy.json import load_json
 import fake_gpu
 from faults.table import FAULTS
 from lockstep.artifacts.files import read_json, sha256_file, write_json
-from lockstep.backends import build
+from lockstep.backends.builder import build
 from lockstep.errors import CheckError, InputError
 from lockstep.runtime import (
     Advance,

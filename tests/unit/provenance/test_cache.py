@@ -10,8 +10,8 @@ import pytest
 from checkpoints import error_of
 from shared_cache import checkpoint, contents, convert, entries, files_of, never, start, verify
 
-from lockstep import backends
 from lockstep.artifacts.files import read_json, write_json
+from lockstep.backends import builder
 from lockstep.provenance import run as stage
 from lockstep.provenance.cache import Cache, cache_folder
 from lockstep.provenance.statements import read_statement
@@ -108,7 +108,7 @@ def test_an_engine_set_takes_the_place_of_an_earlier_one(demo: Results, tmp_path
             {},
             folder / "engines.json",
         )
-        stage.run(step, make or (lambda: backends.build(assembly, "onnxruntime", step.output)), cache=str(cache.folder))
+        stage.run(step, make or (lambda: builder.build(assembly, "onnxruntime", step.output)), cache=str(cache.folder))
 
     assembly = graphs(demo, tmp_path)
     build(tmp_path / "one", None)

@@ -14,11 +14,11 @@ import pytest
 from demo_model import CONFIG, DEMO
 from reports import golden
 
-from lockstep import backends, weights
+from lockstep import weights
 from lockstep.artifacts.files import read_json, write_json
 from lockstep.artifacts.reports import GoldenReport
 from lockstep.artifacts.statement import BuildKey, statement_path
-from lockstep.backends import identity
+from lockstep.backends import builder, identity
 from lockstep.checkpoint import resolve
 from lockstep.errors import CheckError, InputError
 from lockstep.manifests.manifest_files import content, failed_path
@@ -50,7 +50,7 @@ def built(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Results:
     run(
         results,
         "build",
-        lambda: backends.build(
+        lambda: builder.build(
             results.assembly("demo-llama", "fp16"), "onnxruntime", results.engines("demo-llama", "fp16", "onnxruntime")
         ),
     )

@@ -25,7 +25,7 @@ from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.files import read_json, write_json
 from lockstep.artifacts.reports import ServedReport
 from lockstep.artifacts.tensor_parallel import Shard, ShardedClass, TensorParallel, attention_shards, heads_divide
-from lockstep.backends import build
+from lockstep.backends.builder import build
 from lockstep.checkpoint import resolve
 from lockstep.config import load
 from lockstep.errors import CheckError, InputError

@@ -24,7 +24,7 @@ import fake_gpu
 from fake_gpu import compiled
 from lockstep.artifacts.chat_template import ChatTemplate
 from lockstep.artifacts.reports import SampledCase
-from lockstep.backends import build
+from lockstep.backends.builder import build
 from lockstep.runtime.model import Model
 from lockstep.runtime.tokenizer import Tokenizer, tokenizer_path
 from lockstep.targets import Results

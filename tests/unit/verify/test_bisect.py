@@ -31,7 +31,7 @@ from safetensors.numpy import load_file, save_file
 from lockstep.artifacts.bisect_report import BisectReport, MeasuredOutput
 from lockstep.artifacts.files import dump_json, read_json, write_json
 from lockstep.artifacts.reports import FAIL, GoldenPrompt, TokenDifference
-from lockstep.backends import build
+from lockstep.backends.builder import build
 from lockstep.cli.main import main
 from lockstep.errors import InputError
 from lockstep.runtime.tokenizer import Tokenizer

@@ -22,7 +22,8 @@ from onnx import helper, numpy_helper
 from fake_gpu import tensorrt
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.files import read_json, sha256_file, write_json
-from lockstep.backends import EngineSet, build
+from lockstep.backends.builder import build
+from lockstep.backends.engine_set import EngineSet
 from lockstep.backends.profiles import profiles
 from lockstep.config import load
 from lockstep.errors import CheckError, InputError

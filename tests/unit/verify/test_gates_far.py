@@ -15,7 +15,7 @@ from graph_faults import change_file, change_input, is_window, plant_in_engine, 
 from onnx import helper, numpy_helper
 
 from lockstep.artifacts.files import read_json, write_json
-from lockstep.backends import build
+from lockstep.backends.builder import build
 from lockstep.checkpoint import resolve, resolve_architecture
 from lockstep.errors import CheckError
 from lockstep.export import export

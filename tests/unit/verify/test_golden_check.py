@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from faults.table import FAULTS
 from lockstep.artifacts.files import read_json, sha256_file, write_json
-from lockstep.backends import build
+from lockstep.backends.builder import build
 from lockstep.errors import CheckError, InputError
 from lockstep.step.host import HostExecutor
 from lockstep.targets import Target

@@ -16,7 +16,7 @@ from faults.edit import Edit
 from faults.scaled import FACTORS
 from lockstep.artifacts.bisect_report import FoundFault
 from lockstep.artifacts.files import read_json, sha256_file, write_bytes, write_json
-from lockstep.backends import build
+from lockstep.backends.builder import build
 from lockstep.backends.engine_set import EngineSet
 from lockstep.backends.openvino import cpu
 from lockstep.checkpoint import resolve

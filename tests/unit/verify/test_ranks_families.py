@@ -14,7 +14,7 @@ from lockstep import make_random_checkpoint
 from lockstep.artifacts.files import read_json, sha256_file
 from lockstep.artifacts.places import FileEntry
 from lockstep.artifacts.reports import ServedReport
-from lockstep.backends import build
+from lockstep.backends.builder import build
 from lockstep.checkpoint import resolve
 from lockstep.export.run import assemble
 from lockstep.export.tracer import meta_model

@@ -19,7 +19,7 @@ from tests import lifelike
 import fake_gpu
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.files import read_json
-from lockstep.backends import build
+from lockstep.backends.builder import build
 from lockstep.checkpoint import resolve, resolve_architecture
 from lockstep.config import load
 from lockstep.errors import CheckError, InputError

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper
 
 from faults.edit import Edit
 from lockstep.artifacts.files import read_json, sha256_file, write_json
-from lockstep.backends import build
+from lockstep.backends.builder import build
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.rounded import exact_and_rounded
 from lockstep.onnx_tools.sessions import compute

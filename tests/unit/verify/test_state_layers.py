@@ -18,7 +18,7 @@ import fake_gpu
 from faults.between import where
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.graph_files import PHASES
-from lockstep.backends import build
+from lockstep.backends.builder import build
 from lockstep.errors import CheckError, InputError
 from lockstep.export.parity import Small, measure
 from lockstep.export.run import assemble

@@ -20,7 +20,7 @@ from lockstep.artifacts.files import sha256_file, write_bytes
 from lockstep.artifacts.places import FileEntry
 from lockstep.artifacts.quantized import is_data
 from lockstep.artifacts.reference import ReferenceManifest
-from lockstep.backends import build
+from lockstep.backends.builder import build
 from lockstep.checkpoint import resolve
 from lockstep.errors import CheckError
 from lockstep.export.lora import with_adapters

@@ -28,7 +28,7 @@ from lockstep.artifacts.drift import Drift
 from lockstep.artifacts.files import sha256_file, write_json
 from lockstep.artifacts.places import FileEntry
 from lockstep.artifacts.quantized import QuantizedTensors, data_name, order_name, zero_points_name
-from lockstep.backends import build
+from lockstep.backends.builder import build
 from lockstep.checkpoint import resolve
 from lockstep.checkpoint.resolve import resolve_architecture
 from lockstep.config import load

@@ -23,7 +23,7 @@ from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.artifacts.places import FileEntry
 from lockstep.artifacts.quantized import data_name, scales_name
 from lockstep.artifacts.tensor_parallel import Shard
-from lockstep.backends import build
+from lockstep.backends.builder import build
 from lockstep.errors import CheckError
 from lockstep.export.quantize import quantize
 from lockstep.export.run import assemble

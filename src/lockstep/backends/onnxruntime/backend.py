@@ -70,6 +70,7 @@ class OnnxRuntimeBackend(HostBackend):
     batch_invariant = True
 
     def is_batch_invariant(self, assembly: Assembly) -> bool:
+        # Kernels of some quantised products depend on the CPU, so such products are run here.
         def open_product(model: bytes) -> ort.InferenceSession:
             return _session(model, session_options(_LEVELS["basic"]), "a product")
 
@@ -137,8 +138,8 @@ class OnnxRuntimeBackend(HostBackend):
             engine = block.pieces[0].run
             attention = mixer.engines["decode"]
             if not (isinstance(engine, OnnxRuntimeExecutable) and isinstance(attention, OnnxRuntimeExecutable)):
-                return None  # of several ranks
-            program, weights, bound = engine.bound
+                return None  # several ranks: each block is pieces with all-reduces between them
+            program, weights, bound = engine.arguments
             if block.adapters or not attention.present or not program.stitches:
                 return None
             prefix = f"{number}.block."
@@ -149,7 +150,7 @@ class OnnxRuntimeBackend(HostBackend):
             writes = {io.name: io.key for io in block.signature.outputs}
             parts.append(Part(prefix, program.model, reads, writes))
             reads = {name: name for name in attention.inputs if name not in attention.present.values()}
-            parts.append(Part(f"{number}.", attention.bound.program.model, reads, {"attention": "attention"}))
+            parts.append(Part(f"{number}.", attention.arguments.program.model, reads, {"attention": "attention"}))
         if size > _STITCHED_BYTES:
             return None
         model = stitch(parts, [io.key for io in network.exit.signature.inputs])
@@ -193,8 +194,10 @@ class OnnxRuntimeProgram:
         check_bound_slots(self._inputs.slots, slots, str(self.where))
         # Constant folding at load turns an fp16 block's weight casts into fp32 constants: twice as fast, twice the
         # weights' memory. It would also decode weights that are decoded at each run to save memory.
-        folds = bool(slots) and not self._low_memory and not self._decodes
-        settings = session_options(_LEVELS["basic" if folds else "disabled"], self._low_memory)
+        level = "disabled"
+        if slots and not self._low_memory and not self._decodes:
+            level = "basic"
+        settings = session_options(_LEVELS[level], self._low_memory)
         model = onnx.ModelProto()
         model.CopyFrom(self.model)
         values = {}
@@ -210,7 +213,7 @@ class OnnxRuntimeProgram:
             heap.trim()
         if self._on_huge_pages:
             heap.collapse()
-        return OnnxRuntimeExecutable(session, str(self.where), Bound(self, weights, slots))
+        return OnnxRuntimeExecutable(session, str(self.where), BindArguments(self, weights, slots))
 
     def _check(self, slot: str, arrays: Sequence[np.ndarray]) -> None:
         check_arrays(arrays, *self._inputs.declared[slot], f"{self.where}: slot {slot}")
@@ -225,8 +228,8 @@ def _declared(values: Sequence[Any]) -> dict[str, Declared]:
     return declared
 
 
-class Bound(NamedTuple):
-    """The arguments that a session was created from."""
+class BindArguments(NamedTuple):
+    """What a session was created from, to open it once more as a part of a larger graph."""
 
     program: OnnxRuntimeProgram
     weights: Tensors | None
@@ -236,10 +239,10 @@ class Bound(NamedTuple):
 class OnnxRuntimeExecutable:
     """An ONNX Runtime session on buffers. present: {output that is bound to an input: that input}."""
 
-    def __init__(self, session: ort.InferenceSession, where: str, bound: Bound):
+    def __init__(self, session: ort.InferenceSession, where: str, arguments: BindArguments):
         self._session = session
         self.where = where
-        self.bound = bound
+        self.arguments = arguments
         self.inputs = _declared(session.get_inputs())
         outputs = _declared(session.get_outputs())
         self.present = {name: past for name in outputs if (past := past_of(name))}

@@ -98,21 +98,18 @@ class OpenVINOProgram:
                 replace(parameter.output(0), openvino.op.Constant(tensor, True).output(0))
                 model.remove_parameter(parameter)
         names = [value.any_name for value in model.inputs], [value.any_name for value in model.outputs]
-        try:
-            compiled = CORE.compile_model(model, "CPU", self._properties())
-        except RuntimeError as error:
-            raise CheckError(f"{self._path}: OpenVINO {VERSION} cannot load this engine: {one_line(error)}") from error
-        return OpenVINOExecutable(compiled, names, arrays, str(self._path), self._threads)
-
-    def _properties(self) -> dict[str, Any]:
-        """Return the settings of a compilation; int8 activations are in products with quantised weights only."""
-        return {
+        settings = {
             "INFERENCE_PRECISION_HINT": "f32",
-            "DYNAMIC_QUANTIZATION_GROUP_SIZE": self._group_size,
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE": self._group_size,  # of activations, in products with quantised weights
             "INFERENCE_NUM_THREADS": self._threads,
             "NUM_STREAMS": 1,
             "ENABLE_CPU_PINNING": False,
         }
+        try:
+            compiled = CORE.compile_model(model, "CPU", settings)
+        except RuntimeError as error:
+            raise CheckError(f"{self._path}: OpenVINO {VERSION} cannot load this engine: {one_line(error)}") from error
+        return OpenVINOExecutable(compiled, names, arrays, str(self._path), self._threads)
 
     def _array(self, weights: Tensors, slot: str, names: Sequence[str]) -> np.ndarray:
         """Return the array of a slot: a view of the checkpoint where it is one tensor."""

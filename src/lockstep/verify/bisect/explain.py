@@ -15,7 +15,7 @@ import numpy as np
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.bisect_report import FoundFault, MeasuredOutput
 from lockstep.artifacts.reports import GoldenReport
-from lockstep.backends import EngineSet
+from lockstep.backends.engine_set import EngineSet
 from lockstep.errors import CheckError, InputError, LockstepError
 from lockstep.manifests.manifest_files import failed_path
 from lockstep.onnx_tools.overflow import OVERFLOWS

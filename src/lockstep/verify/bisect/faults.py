@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from lockstep.artifacts.bisect_report import FoundFault
-from lockstep.backends import build
+from lockstep.backends.builder import build
 from lockstep.verify.bisect.measure import Engines, MeasuredWalk
 from lockstep.verify.graphs import Graphs
 

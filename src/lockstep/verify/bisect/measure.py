@@ -12,7 +12,8 @@ import numpy as np
 
 from lockstep.artifacts.adapters import IDS
 from lockstep.artifacts.bisect_report import FoundFault, MeasuredOutput
-from lockstep.backends import EngineSet, Program
+from lockstep.backends.base import Program
+from lockstep.backends.engine_set import EngineSet
 from lockstep.backends.graphs import base_engine
 from lockstep.errors import CheckError
 from lockstep.onnx_tools import judge
