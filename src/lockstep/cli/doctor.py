@@ -17,7 +17,6 @@ from lockstep.cli.options import JSON, PATH, RESULTS
 from lockstep.cli.terminal import echo_json
 from lockstep.errors import is_installed, pip_install
 from lockstep.step.host_memory import total_bytes
-from lockstep.targets import is_quantized
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
@@ -27,11 +26,10 @@ _VERSIONS = ("snakemake", "torch", "transformers", "onnx", "onnxruntime", "openv
 # TensorRT has a package for each version of CUDA; of its parts, `bindings` alone is enough to import it.
 _TENSORRT = ("tensorrt", "tensorrt-cu12", "tensorrt-cu13", "tensorrt-cu12-bindings", "tensorrt-cu13-bindings")
 _GB = 1e9
-# Memory of a model's largest job, as workflow/rules ask a cluster for it (a test compares them): for any model, and
-# for each byte of its weights in 16 bits. The graphs of quantized targets are checked with their weights in fp32.
-JOB_NBYTES = 2.5e9
-JOB_PER_BYTE = 4.5
-QUANTIZED_PER_BYTE = 8
+# Memory of a model's largest job, `validate`, as measured (records/clusters.md; a test compares them): for any model,
+# and for each byte of its weights in 16 bits. The rules ask a cluster for two fifths more.
+JOB_NBYTES = 0.65e9
+JOB_PER_BYTE = 5.7
 # Bytes of a parameter in the checkpoint that a job makes; a folder is read where it lies.
 _COPY_NBYTES = {"gguf": 4.0, "hub": 2.0, "random": 2.0}
 
@@ -154,10 +152,9 @@ def needs(config: Config, name: str, place: Path) -> dict[str, Any]:
     precisions = config.models[name].all_precisions()
     copy_nbytes = _COPY_NBYTES.get(kind_of(config.models[name].source), 0.0)
     nbytes = copy_nbytes + sum(PARAMETER_NBYTES[precision] for precision in precisions)
-    factor = QUANTIZED_PER_BYTE if any(map(is_quantized, precisions)) else JOB_PER_BYTE
     return {
         "parameters": parameters,
-        "memory_bytes": round(JOB_NBYTES + factor * 2 * parameters),
+        "memory_bytes": round(JOB_NBYTES + JOB_PER_BYTE * 2 * parameters),
         "disk_bytes": round(nbytes * parameters),
         "seconds": seconds_by_stage(config, name, parameters, shape.num_hidden_layers),
     }
