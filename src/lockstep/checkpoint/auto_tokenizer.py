@@ -82,6 +82,7 @@ def load_auto(folder: Path) -> AutoTokenized:
     if difference is None:
         return AutoTokenized(None, eos)
     name = type(auto).__name__
+    # A class that does not belong to the file loses text: that is a mistake in the checkpoint, not a rule to follow.
     for text in SAMPLE_TEXTS:
         decoded = plain.decode(plain.encode(text, add_special_tokens=False).ids, skip_special_tokens=False)
         auto_decoded = _decode(auto, _encode(auto, text, False), skips=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -49,10 +49,12 @@ class BlockState:
                 nested = (state["nested_blocksize"], float(state["nested_offset"]))
         except (KeyError, TypeError) as error:
             raise ValueError(f"no {error}") from None
-        sizes = (rows, columns, size, nested[0] if nested else 1)
-        if any(type(number) is not int or number < 1 for number in sizes):
-            raise ValueError(f"{sizes}")
-        if nested is not None and not math.isfinite(nested[1]):
+        sizes = [rows, columns, size]
+        offset = 0.0
+        if nested is not None:
+            offset = nested[1]
+            sizes.append(nested[0])
+        if any(type(number) is not int or number < 1 for number in sizes) or not math.isfinite(offset):
             raise ValueError(f"{sizes}")
         return cls((rows, columns), size, nested)
 
@@ -66,13 +68,13 @@ def coded_weights(
     """
     finders = {"fp8": _fp8, MXFP4: _mxfp4, "bnb4": _bnb4, "bnb8": _bnb8}
     find = finders.get(packing.layout, _nvfp4)
-    stored = _Tensors(tensors, folder, packing)
+    stored = StoredTensors(tensors, folder, packing)
     weights = filter(None, (find(stored, name) for name in tensors))
     return {name: (shape, parts) for name, shape, parts in sorted(weights)}
 
 
 @dataclass(frozen=True)
-class _Tensors:
+class StoredTensors:
     """The tensors of a folder, with checks."""
 
     places: Mapping[str, TensorPlace]
@@ -89,35 +91,37 @@ class _Tensors:
             f" found none; download this checkpoint again"
         )
 
-    def check(self, name: str, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> None:
+    def check(self, name: str, dtypes: Sequence[str], *shapes: tuple[int, ...]) -> None:
         place = self.places[name]
         if place.dtype not in dtypes or place.shape not in shapes:
-            expected = " or ".join(str(list(shape)) for shape in shapes)
-            refuse(name, place, self.folder, f"{' or '.join(dtypes)} {expected}")
+            self.refuse(name, f"{' or '.join(dtypes)} {' or '.join(str(list(shape)) for shape in shapes)}")
 
-    def matrix(self, name: str, dtype: str, multiple: int = 1) -> tuple[int, int]:
+    def matrix(self, name: str, *dtypes: str, multiple: int = 1) -> tuple[int, int]:
+        """Return rows and columns of a tensor that must be a matrix, of a multiple of `multiple` columns."""
         place = self.places[name]
-        if place.dtype != dtype or len(place.shape) != 2 or 0 in place.shape or place.shape[1] % multiple:
-            multiples = f", of {multiple}s" if multiple > 1 else ""
-            refuse(name, place, self.folder, f"{dtype} of two dimensions{multiples}")
+        expected = f"{' or '.join(dtypes)} of two dimensions"
+        if multiple > 1:
+            expected += f", of {multiple}s"
+        if place.dtype not in dtypes or len(place.shape) != 2 or 0 in place.shape or place.shape[1] % multiple:
+            self.refuse(name, expected)
         return place.shape[0], place.shape[1]
 
+    def refuse(self, name: str, expected: str) -> NoReturn:
+        """Raise InputError for a part of a packed weight that contradicts config.json."""
+        place = self.places[name]
+        raise InputError(
+            f"{self.folder / place.file}: tensor {shorten(name)}: expected {expected}, found {place.dtype} "
+            f"{list(place.shape)}; does config.json (quantization_config) belong to these weights?"
+        )
 
-def refuse(name: str, place: TensorPlace, folder: Path, expected: str) -> NoReturn:
-    """Raise InputError for a part of a packed weight that contradicts config.json."""
-    raise InputError(
-        f"{folder / place.file}: tensor {shorten(name)}: expected {expected}, found {place.dtype} {list(place.shape)}; "
-        f"does config.json (quantization_config) belong to these weights?"
-    )
 
-
-def _fp8(tensors: _Tensors, name: str) -> CodedWeight | None:
+def _fp8(tensors: StoredTensors, name: str) -> CodedWeight | None:
     module, _, suffix = name.rpartition(".")
     if suffix != "weight" or tensors.places[name].dtype != FP8:
         return None
     scales = tensors.first_of([f"{module}.weight_scale_inv", f"{module}.weight_scale"], name)
     rows, columns = tensors.matrix(name, FP8)
-    if tensors.packing.block is None:
+    if tensors.packing.block is None:  # a scale for each row, or one for all
         tensors.check(scales, _SCALES, (rows, 1), (rows,), (1, 1), (1,), ())
     else:
         block_rows, block_columns = tensors.packing.block
@@ -126,20 +130,20 @@ def _fp8(tensors: _Tensors, name: str) -> CodedWeight | None:
     return name, (rows, columns), {"data": name, "scales": scales}
 
 
-def _mxfp4(tensors: _Tensors, name: str) -> CodedWeight | None:
+def _mxfp4(tensors: StoredTensors, name: str) -> CodedWeight | None:
     if not name.endswith("_blocks"):
         return None
     weight = name.removesuffix("_blocks")
     place = tensors.places[name]
     scales = tensors.first_of([f"{weight}_scales"], name)
     if place.dtype != "U8" or len(place.shape) != 4 or place.shape[3] != MXFP4_GROUP // 2 or 0 in place.shape:
-        refuse(name, place, tensors.folder, f"U8 of four dimensions, the last of {MXFP4_GROUP // 2}")
+        tensors.refuse(name, f"U8 of four dimensions, the last of {MXFP4_GROUP // 2}")
     experts, rows, groups, _ = place.shape
     tensors.check(scales, ("U8",), (experts, rows, groups))
     return weight, (experts, groups * MXFP4_GROUP, rows), {"data": name, "scales": scales}
 
 
-def _nvfp4(tensors: _Tensors, name: str) -> CodedWeight | None:
+def _nvfp4(tensors: StoredTensors, name: str) -> CodedWeight | None:
     module, _, suffix = name.rpartition(".")
     if suffix != "weight_scale":
         return None
@@ -148,13 +152,13 @@ def _nvfp4(tensors: _Tensors, name: str) -> CodedWeight | None:
     if tensors.packing.layout == "modelopt_nvfp4":
         suffixes = ("weight", "weight_scale_2")
     data, tensor_scale = (tensors.first_of([f"{module}.{suffix}"], name) for suffix in suffixes)
-    rows, num_bytes = tensors.matrix(data, "U8", NVFP4_GROUP // 2)
+    rows, num_bytes = tensors.matrix(data, "U8", multiple=NVFP4_GROUP // 2)  # two numbers a byte
     tensors.check(name, (FP8,), (rows, 2 * num_bytes // NVFP4_GROUP))
     tensors.check(tensor_scale, ("F32",), (1,), ())
     return f"{module}.weight", (rows, 2 * num_bytes), {"data": data, "scales": name, "whole": tensor_scale}
 
 
-def _bnb8(tensors: _Tensors, name: str) -> CodedWeight | None:
+def _bnb8(tensors: StoredTensors, name: str) -> CodedWeight | None:
     module, _, suffix = name.rpartition(".")
     if suffix != "SCB":
         return None
@@ -168,7 +172,7 @@ def _bnb8(tensors: _Tensors, name: str) -> CodedWeight | None:
     return data, shape, parts
 
 
-def _bnb4(tensors: _Tensors, name: str) -> CodedWeight | None:
+def _bnb4(tensors: StoredTensors, name: str) -> CodedWeight | None:
     module, infix, _ = name.partition(_STATE_INFIX)
     if not infix:
         return None
@@ -187,9 +191,11 @@ def _bnb4(tensors: _Tensors, name: str) -> CodedWeight | None:
         ) from None
     # Two codes a byte, in one column; a scale for each block of numbers, which may itself be quantized (nested).
     count = math.prod(state.shape)
+    suffixes = {"table": "quant_map", "scales": "absmax"}
+    if state.nested is not None:
+        suffixes |= {"nested_table": "nested_quant_map", "nested_scales": "nested_absmax"}
     parts = {"data": tensors.first_of([weight], name), "state": name}
-    for part, suffix in _bnb4_parts(state):
-        parts[part] = tensors.first_of([f"{weight}.{suffix}"], name)
+    parts |= {part: tensors.first_of([f"{weight}.{suffix}"], name) for part, suffix in suffixes.items()}
     num_bytes = -(-count // 2)
     tensors.check(weight, ("U8",), (num_bytes, 1), (1, num_bytes), (num_bytes,))
     tensors.check(parts["table"], ("F32",), (16,))
@@ -201,11 +207,3 @@ def _bnb4(tensors: _Tensors, name: str) -> CodedWeight | None:
         tensors.check(parts["nested_table"], ("F32",), (256,))
         tensors.check(parts["nested_scales"], ("F32",), (-(-blocks // state.nested[0]),))
     return weight, state.shape, parts
-
-
-def _bnb4_parts(state: BlockState) -> Iterator[tuple[str, str]]:
-    yield "table", "quant_map"
-    yield "scales", "absmax"
-    if state.nested is not None:
-        yield "nested_table", "nested_quant_map"
-        yield "nested_scales", "nested_absmax"

@@ -61,16 +61,13 @@ def _check_weight(path: Path, name: str, place: TensorPlace) -> None:
 
 
 def _check_layers(folder: Path, config: Mapping[str, Any], checkpoint: CheckpointTensors) -> None:
-    """Check the layer numbers in tensor names against the depth.
-
-    Without a list of layers that has most of the numbered tensors there is nothing to check.
-    """
+    """Check the layer numbers in tensor names against the depth."""
     layers: dict[str, set[int]] = defaultdict(set)  # {list of layers: its numbers}
     counts: Counter[str] = Counter()  # {list of layers: its tensors}
     for name in checkpoint.tensors:
         match = _LAYER.match(name)
         if match and not OTHER_INPUTS.search(match[1]):
-            layers[match[1]].add(int(match[2][:9]))
+            layers[match[1]].add(int(match[2][:9]))  # names are untrusted, and `int` refuses thousands of digits
             counts[match[1]] += 1
     depth, key = model_config.depth(config)
     assert depth is not None  # checked before
@@ -83,7 +80,7 @@ def _check_layers(folder: Path, config: Mapping[str, Any], checkpoint: Checkpoin
     if not counts or any(expected <= numbers <= set(range(max_layers)) for numbers in layers.values()):
         return
     (layer_list, count), *_ = counts.most_common(1)
-    if 2 * count <= counts.total():
+    if 2 * count <= counts.total():  # a name with a number need not be a layer's: without a majority nothing is said
         return
     numbers = layers[layer_list]
     missing = sorted(expected - numbers)

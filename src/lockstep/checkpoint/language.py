@@ -39,7 +39,7 @@ def language_tensors(tensors: Mapping[str, _T]) -> tuple[dict[str, _T], tuple[st
     is_wrapped = any(name != new for name, new in renamed.items())
 
     def is_of_tower(name: str) -> bool:
-        if is_wrapped:
+        if is_wrapped:  # all of the language model has a prefix, but for the head of some
             return renamed[name] == name and not name.startswith(_HEAD)
         return _BARE_TOWERS.match(name) is not None
 

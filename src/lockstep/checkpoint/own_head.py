@@ -21,7 +21,6 @@ from lockstep.checkpoint.tokenizer_file import ties_head
 from lockstep.config import model_config
 from lockstep.errors import InputError
 
-_KEY = "tie_word_embeddings"
 _PIECE = 16 << 20  # bytes that are compared at a time
 # Names of the embedding, by those of the list of layers and of the head.
 _EMBEDDING_NAMES = {("layers", "lm_head"): "embed_tokens", ("h", "lm_head"): "wte", ("layers", "embed_out"): "embed_in"}
@@ -30,6 +29,7 @@ _LAYER = re.compile(r"((?:.*\.)?)(layers|h)\.\d+\.")
 
 def embedding_of_head(folder: Path, config: Mapping[str, Any], checkpoint: CheckpointTensors) -> CheckpointTensors:
     """Return a checkpoint's tensors; a tied head without the embedding gets the embedding's name."""
+    # The embedding's name is derived from those of the layers and of the head, as the model's class would spell it.
     names = [name for name in checkpoint.tensors if not OTHER_INPUTS.search(name)]
     heads = list(filter(None, map(HEAD.fullmatch, names)))
     layer = next(filter(None, map(_LAYER.match, names)), None)
@@ -61,12 +61,13 @@ def check_own_head(folder: Path, config: Mapping[str, Any], tensors: Mapping[str
     embedding = candidates[embeddings[0]]
     if _is_copy(folder, head, embedding):
         return
-    # If the config does not say, its class in transformers has a default.
+    # If the config does not say, its class in transformers has a default. Asked last: it starts a process.
     if is_tied is None and not ties_head(folder):
         return
     raise InputError(
         f"{folder / head.file}: tensor {shorten(heads[0])}: expected the numbers of {shorten(embeddings[0])}, to which "
-        f"{_KEY} in config.json ties it, found others; set {_KEY} to false there, and this head is taken"
+        "tie_word_embeddings in config.json ties it, found others; set tie_word_embeddings to false there, and this "
+        "head is taken"
     )
 
 

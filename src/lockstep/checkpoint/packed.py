@@ -7,14 +7,14 @@ line for a tensor that is absent, of another shape or type.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.artifacts.dtypes import FLOAT_DTYPES, GROUP_SIZES
 from lockstep.artifacts.places import TensorPlace
 from lockstep.artifacts.quantized import QuantizedTensors
-from lockstep.checkpoint.coded import coded_weights, refuse
+from lockstep.checkpoint.coded import StoredTensors, coded_weights
 from lockstep.checkpoint.source_files import present, shorten
 from lockstep.config.packing import MXFP4, Packing, largest_group
 from lockstep.errors import InputError
@@ -91,23 +91,19 @@ def _integer_weights(packing: Packing, tensors: Mapping[str, TensorPlace], folde
             roles |= _ZERO_POINTS
         _check_contradictions(packing, tensors, folder)
     optional = _OPTIONAL.get(packing.layout, {})
+    # "weight" tells nothing: modules in floating point have one too.
     suffixes = {suffix for suffix in (*roles.values(), *optional.values()) if suffix != "weight"}
     first_tensors: dict[str, str] = {}  # {module: its first tensor}
     for name in tensors:
         module, _, suffix = name.rpartition(".")
         if suffix in suffixes:
             first_tensors.setdefault(module, name)
+    stored = StoredTensors(tensors, folder, packing)
     weights = {}
     for module, first in sorted(first_tensors.items()):
-        parts = {role: f"{module}.{suffix}" for role, suffix in roles.items()}
-        for name in parts.values():
-            if name not in tensors:
-                raise InputError(
-                    f"{folder / tensors[first].file}: expected tensor {shorten(name)} for {shorten(first)}, "
-                    f"found none; download this checkpoint again"
-                )
+        parts = {role: stored.first_of([f"{module}.{suffix}"], first) for role, suffix in roles.items()}
         parts |= {role: f"{module}.{suffix}" for role, suffix in optional.items() if f"{module}.{suffix}" in tensors}
-        weights[f"{module}.weight"] = _weight(packing, parts, tensors, folder)
+        weights[f"{module}.weight"] = _weight(stored, parts)
     return weights
 
 
@@ -166,21 +162,17 @@ def _check_contradictions(packing: Packing, tensors: Mapping[str, TensorPlace], 
             )
 
 
-def _weight(
-    packing: Packing, parts: Mapping[str, str], tensors: Mapping[str, TensorPlace], folder: Path
-) -> PackedWeight:
-    place = tensors[parts["data"]]
-    bits = packing.bits
-    word = 32 // bits
+def _weight(stored: StoredTensors, parts: Mapping[str, str]) -> PackedWeight:
+    packing = stored.packing
+    data = parts["data"]
+    word = 32 // packing.bits  # numbers in a word
     by_row = packing.layout in ("packed", "int8")
     dtypes: tuple[str, ...] = _INTS
     if packing.layout == "int8":
         dtypes = ("I8",)
-    if place.dtype not in dtypes or len(place.shape) != 2 or 0 in place.shape:
-        refuse(parts["data"], place, folder, f"{' or '.join(dtypes)} of two dimensions")
     # GPTQ and AWQ store weights transposed. AWQ packs numbers of neighbouring outputs into a word, the others numbers
     # of neighbouring inputs.
-    first, second = place.shape
+    first, second = stored.matrix(data, *dtypes)
     if packing.layout == "int8":
         rows = first
         columns = second
@@ -196,21 +188,19 @@ def _weight(
     groups, remainder = divmod(columns, packing.group_size or columns)
     if remainder:
         expected = f"rows of a multiple of {packing.group_size} numbers, as group_size in config.json says"
-        refuse(parts["data"], place, folder, expected)
+        stored.refuse(data, expected)
     if rows % word and not by_row:
-        refuse(parts["data"], place, folder, f"a multiple of {word} rows")
-    expected_shapes: dict[str, tuple[Iterable[str], tuple[int, ...]]] = {
+        stored.refuse(data, f"a multiple of {word} rows")
+    expected_forms: dict[str, tuple[Sequence[str], tuple[int, ...]]] = {
         "scales": (FLOAT_DTYPES, (rows, groups) if by_row else (groups, rows)),
         "zero_points": (dtypes, _zero_points_shape(packing, rows, groups)),
         "order": (_INTS, (columns,)),
         "shape": ((*_INTS, "I64"), (2,)),
     }
     for role, name in parts.items():
-        if role in expected_shapes:
-            allowed, shape = expected_shapes[role]
-            if tensors[name].dtype not in allowed or tensors[name].shape != shape:
-                refuse(name, tensors[name], folder, f"{' or '.join(allowed)} {list(shape)}")
-    return PackedWeight((rows, columns), place, parts)
+        if role in expected_forms:
+            stored.check(name, *expected_forms[role])
+    return PackedWeight((rows, columns), stored.places[data], parts)
 
 
 def _zero_points_shape(packing: Packing, rows: int, groups: int) -> tuple[int, int]:

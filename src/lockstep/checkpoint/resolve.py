@@ -152,7 +152,7 @@ def describe(folder: Path, weights: bool = True) -> CheckpointManifest:
     packing = packing_of(config)
     no_tensors = CheckpointTensors((), {}, ())
     checkpoint = no_tensors
-    if weights or packing:
+    if weights or packing:  # graphs depend on the packing
         checkpoint = embedding_of_head(folder, config, find_tensors(folder))
     packed = packed_weights(packing, checkpoint.tensors, folder)
     if weights:
@@ -217,10 +217,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _layer_count(folder: Path, config: dict[str, Any]) -> int:
-    """Return the number of layers in config.json, under the architecture's key or in a wrapper's `text_config`.
-
-    Raises InputError where it is absent.
-    """
+    """Return the number of layers in config.json, under the architecture's key or in a wrapper's `text_config`."""
     depth, _ = model_config.depth(config)
     if depth is None and model_config.setting(config, ("decoder_layers",)) is not None:
         raise InputError(

@@ -39,25 +39,26 @@ def read_header(path: str | os.PathLike) -> dict[str, TensorPlace]:
         size = os.fstat(file.fileno()).st_size
         prefix = file.read(8)
         header_bytes = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or header_bytes < 2 or header_bytes > min(size - 8, MAX_HEADER_BYTES):
-            _refuse_prefix(path, prefix + file.read(len(LFS_POINTER)), size)
+        limit = min(size - 8, MAX_HEADER_BYTES)
+        if len(prefix) < 8 or not 2 <= header_bytes <= limit:
+            _refuse_prefix(path, prefix + file.read(len(LFS_POINTER)), size, limit)
         header = _parse(path, file.read(header_bytes))
     header.pop("__metadata__", None)
     start = 8 + header_bytes
     places = {name: _place(path, name, entry, start) for name, entry in header.items()}
+    # By length too: an empty tensor begins where the next one does, and after it would seem to overlap it.
     places = dict(sorted(places.items(), key=lambda item: (item[1].offset, item[1].length, item[0])))
     _check_layout(path, places, start, size)
     return places
 
 
-def _refuse_prefix(path: Path, data: bytes, size: int) -> NoReturn:
+def _refuse_prefix(path: Path, data: bytes, size: int, limit: int) -> NoReturn:
     if data.startswith(LFS_POINTER):
         raise InputError(
             f"{path}: expected a safetensors file, found a Git LFS pointer; run `git lfs pull` in its folder"
         )
     if len(data) < 8:
         _refuse(path, "a header length in the first 8 bytes", f"a file of {size} bytes")
-    limit = min(size - 8, MAX_HEADER_BYTES)
     _refuse(
         path,
         f"a header of 2 to {max(limit, 2)} bytes",

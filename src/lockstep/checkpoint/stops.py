@@ -15,8 +15,6 @@ from lockstep.checkpoint.source_files import present, read_source_json, shorten
 from lockstep.config import model_config
 from lockstep.errors import InputError
 
-_KEY = "eos_token_id"
-
 
 def stop_ids(folder: Path, config: Mapping[str, Any], tokenizer_eos: int | None) -> dict[int, tuple[str, ...]]:
     """Return {token id: the files that name it}, sorted; the tokenizer counts as one.
@@ -24,9 +22,14 @@ def stop_ids(folder: Path, config: Mapping[str, Any], tokenizer_eos: int | None)
     An id beyond the vocabulary, which no answer can contain, is left out. Raises InputError for values that are not
     token ids.
     """
+    generation = folder / "generation_config.json"
+    settings_of_files: dict[str, Mapping[str, Any]] = {}
+    if present(generation):
+        settings_of_files[generation.name] = read_source_json(generation)
+    settings_of_files["config.json"] = config
     sources: dict[int, list[str]] = defaultdict(list)
-    for name, settings in _settings(folder, config):
-        for token in ids_of(settings.get(_KEY), folder / name):
+    for name, settings in settings_of_files.items():
+        for token in ids_of(settings.get("eos_token_id"), folder / name):
             sources[token].append(name)
     if tokenizer_eos is not None:
         sources[tokenizer_eos].append("the tokenizer")
@@ -43,14 +46,6 @@ def described(stops: Mapping[int, tuple[str, ...]]) -> str:
         return ""
     listed = "; ".join(f"{token} ({', '.join(sources)})" for token, sources in stops.items())
     return f"an answer ends at any of these tokens: {listed}"
-
-
-def _settings(folder: Path, config: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    generation = folder / "generation_config.json"
-    settings: list[tuple[str, Mapping[str, Any]]] = [("config.json", config)]
-    if present(generation):
-        settings.insert(0, (generation.name, read_source_json(generation)))
-    return settings
 
 
 def ids_of(value: Any, path: Path) -> list[int]:

@@ -66,7 +66,7 @@ def _fetch(source: str, manifest: Path) -> str:
     pinned = None
     if earlier := load_if_same_source(manifest, source):
         pinned = earlier.commit
-    if pinned and not lost_files(manifest):
+    if pinned and not lost_files(manifest):  # nothing is asked of the hub
         return pinned
     with one_line(source, hub, pinned):
         commit = pinned or HfApi().resolve_revision(hub.repository, revision=hub.revision).resolved

@@ -113,12 +113,9 @@ def cache_folder(repository: str) -> Path:
 
 
 def _check_digest(path: Path, source: str) -> None:
-    """Check a downloaded large file by its sha256, which is its name in the cache; the hub's library checks its size.
-
-    Raises InputError, and deletes the file, for other bytes.
-    """
+    """Check a downloaded large file by its sha256, its name in the cache; delete it if it has other bytes."""
     blob = path.resolve()
-    if not _SHA256.fullmatch(blob.name):
+    if not _SHA256.fullmatch(blob.name):  # a small file, named by git's digest; the hub's library checks its size
         return
     sha256 = sha256_file(blob)
     if sha256 != blob.name:
@@ -157,19 +154,15 @@ def _repository_files(source: str, hub: HubSource, commit: str, snapshot: Path) 
         lacking = [name for name in ("config.json", "tokenizer.json", *weights) if name not in cached]
         if lacking:
             raise InputError(
-                f"{source}: expected the hub or commit {commit[:12]} in its cache, found {_reason(error)} "
-                f"and no {lacking[0]} in {snapshot}; "
-                "run again with a network"
+                f"{source}: expected the hub or commit {commit[:12]} in its cache, found {_reason(error)} and no "
+                f"{lacking[0]} in {snapshot}; run again with a network"
             ) from None
         return cached
     return {file.rfilename for file in info.siblings or ()}
 
 
 def _side_files(source: str, hub: HubSource, names: Collection[str]) -> list[str]:
-    """Return the files to fetch other than weights: with the index of shards and the model card, for its licence.
-
-    Raises InputError for a repository that cannot become a checkpoint.
-    """
+    """Return the files to fetch other than weights: with the index of shards and the model card, for its licence."""
     if "adapter_config.json" in names and "config.json" not in names:
         raise InputError(
             f"{source}: expected a model, found an adapter (adapter_config.json); merge it into "
