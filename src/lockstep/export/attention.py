@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from lockstep.export.canonical import Graph, canonical
 from lockstep.export.cut import BatchlessGraph
-from lockstep.onnx_tools.toolkit import GraphWriter
+from lockstep.onnx_tools.toolkit import GraphWriter, add_input
 from lockstep.onnx_tools.values import dtype_of, shape_of
 
 _LOWEST = np.float32(-3.0e38)  # finite, so that a row without any allowed key gives no NaN
@@ -97,23 +97,16 @@ class AttentionBuilder(GraphWriter):
         for value in self.graph.inputs:
             value.shape = ir.Shape([tokens, *shape_of(value)[1:]])
         self.position_ids = next(value for value in self.graph.inputs if value.name == "position_ids")
-        self.query, self.key, self.value, *sinks = self.graph.outputs
-        self.sinks = sinks[0] if sinks else None  # [num_tokens, num_heads]
+        self.query, self.key, self.value = self.graph.outputs[:3]
+        self.sinks = next(iter(self.graph.outputs[3:]), None)  # [num_tokens, num_heads]
         self.dtype = dtype_of(self.key)
 
     def past(self, requests: int | str) -> tuple[ir.Value, ir.Value, ir.Value]:
         """Add the cache inputs past_key, past_value and past_lengths, and return them; requests: a number or a name."""
-        batchless = self.batchless
-        heads = batchless.num_kv_heads
-        inputs = []
-        for name, shape, dtype in (
-            ("past_key", [requests, heads, "past_capacity", batchless.head_dim], self.dtype),
-            ("past_value", [requests, heads, "past_capacity", batchless.value_head_dim], self.dtype),
-            ("past_lengths", [requests], ir.DataType.INT64),
-        ):
-            inputs.append(ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype)))
-        self.graph.inputs.extend(inputs)
-        return inputs[0], inputs[1], inputs[2]
+        rows = [requests, self.batchless.num_kv_heads, "past_capacity"]
+        past_key = add_input(self.graph, "past_key", self.dtype, [*rows, self.batchless.head_dim])
+        past_value = add_input(self.graph, "past_value", self.dtype, [*rows, self.batchless.value_head_dim])
+        return past_key, past_value, add_input(self.graph, "past_lengths", ir.DataType.INT64, [requests])
 
     def capacity(self, past_key: ir.Value) -> ir.Value:
         return self.op("Gather", self.op("Shape", past_key), np.int64(2), axis=0)

@@ -24,7 +24,6 @@ from lockstep.export.markers import marker
 HOOK = "lockstep"
 _PROBED = 300  # tokens beyond a window at which a mask is evaluated
 
-
 # Arguments besides scale, soft cap and window that change nothing here, with the reason. Any other that is passed is
 # rejected.
 HARMLESS = {
@@ -107,6 +106,7 @@ def _attention_hook(
             f"its attention has sinks of shape {list(s_aux.shape)}, expected one of each of {query.shape[1]} heads:"
             " parameter-free causal attention cannot carry that"
         )
+    # The marker takes [num_tokens, heads, head_dim]; the batch dimension is 1.
     inputs = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
     shape = (*inputs[0].shape[:2], value.shape[-1])
     if s_aux is not None:
@@ -166,7 +166,7 @@ def window_of(mask_function: Callable, local_size: int | None = None, chunk: int
     (`rope.position_limit`). Raises InputError for a mask that lets a token see later ones or depends on more than the
     distance.
     """
-    if local_size is not None and local_size == chunk:
+    if local_size is not None and local_size == chunk:  # in the first chunk, all that is run, each token sees all
         return 0
     # The mask is a function: probe it at rows far beyond any window, all of which must see the same number of keys.
     first = (local_size or 0) + _PROBED
@@ -214,7 +214,7 @@ def unpacked() -> Iterator[None]:
     a trace has no values.
     """
     original = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None  # "one sequence"
     try:
         yield
     finally:

@@ -16,8 +16,6 @@ import onnx_ir as ir
 
 from lockstep.onnx_tools.toolkit import node_of
 
-_TYPE = "tensor(bfloat16)"
-
 
 def widen_unsupported(model: ir.Model) -> None:
     """Put casts around each operator that reads or returns bfloat16 where its schema does not allow it."""
@@ -51,4 +49,4 @@ def _cast(value: ir.Value, dtype: ir.DataType) -> ir.Node:
 def _is_unsupported(value: ir.Value, parameters: Sequence[onnx.defs.OpSchema.FormalParameter], position: int) -> bool:
     """Return whether a value is bfloat16 and the schema does not allow it; the last parameter may be variadic."""
     parameter = parameters[min(position, len(parameters) - 1)]
-    return value.dtype == ir.DataType.BFLOAT16 and _TYPE not in parameter.types
+    return value.dtype == ir.DataType.BFLOAT16 and "tensor(bfloat16)" not in parameter.types

@@ -128,9 +128,10 @@ def _flatten_attention(graph: ir.Graph) -> None:
     merge_movement(graph)
 
 
-def _cut_points(
-    graph: ir.Graph, flow: Flow, marker: ir.Node, flat: set[ir.Value]
-) -> tuple[list[ir.Value], set[ir.Node]]:
+CutPoint = tuple[list[ir.Value], set[ir.Node]]  # before a token mixer: where it is cut, and the batchless nodes after
+
+
+def _cut_points(graph: ir.Graph, flow: Flow, marker: ir.Node, flat: set[ir.Value]) -> CutPoint:
     """Make query, key and value flat where they are cut.
 
     Returns the three flat values, which are added to `flat`, and the batchless nodes after them: RoPE and movement.
@@ -258,19 +259,20 @@ class _TokenWriter(GraphWriter):
         return value
 
 
-def _spans(
-    graph: ir.Graph, flow: Flow, markers: Sequence[ir.Node], points: Sequence[tuple[list[ir.Value], set[ir.Node]]]
-) -> list[tuple[dict[ir.Value, str], dict[str, ir.Value]]]:
-    """Return the inputs {value: name} and outputs {name: value} of each block.
+def _stages(
+    graph: ir.Graph,
+    flow: Flow,
+    points: Sequence[CutPoint],
+    level: Mapping[ir.Node, int],
+    batchless: set[ir.Node],
+    hidden: ir.Value,
+    has_states: bool,
+) -> dict[ir.Value, int]:
+    """Return the stage of each value, the block that computes it: the number of token mixers before it.
 
-    The stage of a value is the block that computes it: the number of token mixers before it. Values that depend on
-    positions alone have none: each block that reads them computes them.
+    Values that depend on positions alone have none: each block that reads them computes them.
     """
-    level = {marker: index for index, marker in enumerate(markers)}  # of a mixer: the block before it
-    batchless = set(markers).union(*(nodes for _, nodes in points))
-    hidden = next(value for value in graph.inputs if value is not flow.positions)
     stage = {hidden: 0}
-    has_states = any(node.op_type != "Attention" for node in markers)
     for node in graph:
         input_stages = [stage[value] for value in node.inputs if value in stage]
         if node in level:
@@ -283,20 +285,37 @@ def _spans(
         elif input_stages:
             stage.update((output, max(input_stages)) for output in node.outputs if not flow.is_position_only(output))
     # So far a value is in the first block that can compute it; these move values to later blocks.
-    for index, (cuts, nodes) in enumerate(points):
-        if markers[index].op_type == "Attention":
-            _defer_attention_inputs(graph, cuts, stage, index, {markers[index], *nodes})
+    for (marker, index), (cuts, nodes) in zip(level.items(), points, strict=True):
+        if marker.op_type == "Attention":
+            _defer_attention_inputs(graph, cuts, stage, index, {marker, *nodes})
             _move_parallel_mlp(index, stage, cuts, batchless)
         else:
-            _forward_inputs(graph, markers[index], cuts, stage, index)
+            _forward_inputs(graph, marker, cuts, stage, index)
     if has_states:
         _reshape_where_read(graph, stage, level)
+    return stage
+
+
+def _spans(
+    graph: ir.Graph, flow: Flow, markers: Sequence[ir.Node], points: Sequence[CutPoint]
+) -> list[tuple[dict[ir.Value, str], dict[str, ir.Value]]]:
+    """Return the inputs {value: name} and outputs {name: value} of each block."""
+    level = {marker: index for index, marker in enumerate(markers)}  # of a mixer: the block before it
+    batchless = set(markers).union(*(nodes for _, nodes in points))
+    hidden = next(value for value in graph.inputs if value is not flow.positions)
+    has_states = any(node.op_type != "Attention" for node in markers)
+    stage = _stages(graph, flow, points, level, batchless, hidden, has_states)
     reads = _block_reads(graph, stage, level, batchless, hidden)
+    # `hidden` has the same place among the reads of every block: that of the embedding among the second block's.
     first_reads = [value for value in reads[1] if value.producer() not in level]
-    hidden_role = first_reads.index(hidden) if hidden in first_reads else 0
-    # Layers with a state let different values cross than layers of attention next to them: there the order of the reads
-    # does not tell which is `hidden`.
-    stream = _residual_stream(graph, hidden) if has_states else set[ir.Value]()
+    hidden_role = 0
+    if hidden in first_reads:
+        hidden_role = first_reads.index(hidden)
+    # Not so next to layers with a state, which let other values cross than layers of attention: there it is the value
+    # of the residual stream.
+    stream: set[ir.Value] = set()
+    if has_states:
+        stream = _residual_stream(graph, hidden)
     spans = []
     names: dict[ir.Value, str] = {hidden: "hidden"}
     for index in range(len(markers) + 1):
@@ -317,8 +336,7 @@ def _spans(
         if index == len(markers):
             outputs = {"logits": graph.outputs[0]}
         else:
-            # Roles are told apart by the order in which the next block reads them, so that equal blocks get equal
-            # names.
+            # In the order in which the next block reads them, so that equal blocks get equal names.
             crossing = [value for value in reads[index + 1] if value.producer() not in level]
             if stream:  # values that pass both mixers of a layer with two
                 for later_reads in reads[index + 2 :]:
@@ -388,9 +406,11 @@ def _residual_stream(graph: ir.Graph, hidden: ir.Value) -> set[ir.Value]:
     """Return the residual stream: `hidden`, its sums with other values, and its products with a number."""
     stream = {hidden}
     for node in graph:
-        factors = map(array_of, node.inputs) if node.op_type == "Mul" else ()
-        is_scaled = any(factor is not None and factor.size == 1 for factor in factors)
-        if (is_scaled or node.op_type in ("Add", "Cast")) and not stream.isdisjoint(node.inputs):
+        if stream.isdisjoint(node.inputs):
+            continue
+        arrays = [array_of(value) for value in node.inputs]
+        is_scaled = node.op_type == "Mul" and any(array is not None and array.size == 1 for array in arrays)
+        if is_scaled or node.op_type in ("Add", "Cast"):
             stream.update(node.outputs)
     return stream
 

@@ -25,6 +25,7 @@ def is_changed(model: PreTrainedModel, first_layer: torch.nn.Module) -> bool:
     outputs: list[torch.Tensor] = []
     hook = embedding.register_forward_hook(lambda module, inputs, output: outputs.append(output))
     try:
+        # Identity of tensors tells: any operation in between, even by a factor of 1, makes another one.
         hidden = _hidden_at_entry(model, first_layer, input_ids=torch.zeros(1, 1, dtype=torch.int64))
         if hidden is outputs[0]:
             return False

@@ -64,7 +64,7 @@ def _in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     func(*[wide[name] for name in names[: len(args)]], **{name: wide[name] for name in kwargs})
     for name in written:
         values[name].copy_(wide[name])
-    return values[written[0]]
+    return values[written[0]]  # in-place operators return what they write
 
 
 def _widened(values: Any) -> Any:

@@ -56,7 +56,9 @@ def language_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _alias(model_type: Any) -> Any:
-    return _ALIASES.get(model_type, model_type) if isinstance(model_type, str) else model_type
+    if isinstance(model_type, str):  # what a file says may be anything
+        return _ALIASES.get(model_type, model_type)
+    return model_type
 
 
 def _text_mapping(config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -220,6 +222,7 @@ def check_wrapper(config: Mapping[str, Any], small: Mapping[str, Any], model: Pr
     refusal = f"model type {config['model_type']!r} cannot be split: "
     sections = {name: copy.deepcopy(config[name]) for name in settings.sub_configs if name in config}
     is_tied = bool(getattr(model, "all_tied_weights_keys", None))
+    # The wrapper as it is, around the small language model.
     small_sections = {**sections, TEXT_KEY: dict(small), "tie_word_embeddings": is_tied}
     try:
         with quiet(), torch.device("meta"):

@@ -16,7 +16,7 @@ import onnx_ir.passes.common as passes
 
 from lockstep.export.axes import ELEMENTWISE
 from lockstep.onnx_tools.toolkit import GraphWriter, node_of
-from lockstep.onnx_tools.values import array_of, axis_of, number, required, shape_of
+from lockstep.onnx_tools.values import array_of, attribute, number, required, shape_of
 
 
 def merge_movement(graph: ir.Graph, keep: Collection[ir.Value] = ()) -> None:
@@ -29,7 +29,7 @@ def merge_movement(graph: ir.Graph, keep: Collection[ir.Value] = ()) -> None:
 
 
 def _merge_reshape(graph: ir.Graph, node: ir.Node, keep: Collection[ir.Value]) -> None:
-    """Read what was there before earlier reshapes; drop a reshape to the shape that its input has."""
+    """Read the value before earlier reshapes; drop a reshape to the shape that its input has."""
     out = node.outputs[0]
     source = required(node.inputs[0])
     target = array_of(node.inputs[1])
@@ -110,7 +110,7 @@ def _move_transposes_after(graph: ir.Graph, node: ir.Node) -> None:
     for index, source in enumerate(sources):
         node.replace_input_with(index, source)
     if node.op_type == "Split":
-        node.attributes["axis"] = ir.AttrInt64("axis", -1 - axis_of(node, 0) % 2)
+        node.attributes["axis"] = ir.AttrInt64("axis", -1 - attribute(node, "axis", 0) % 2)  # the other of two axes
     for output in node.outputs:
         shape = list(shape_of(output))
         back = node_of("Transpose", [output], shape, output.dtype, [ir.AttrInt64s("perm", _SWAP)])

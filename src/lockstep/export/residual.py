@@ -111,6 +111,7 @@ class _Widening:
         return self._casts[value, dtype]
 
     def _drop_idle_casts(self) -> None:
+        # Norms cast to float32 themselves: a wide stream leaves such casts nothing to do.
         for node in [node for node in self.graph if node.op_type == "Cast"]:
             source = node.inputs[0]
             cast = node.outputs[0]

@@ -80,7 +80,7 @@ def _freeze_frequencies(module: Any) -> None:
         inv_freq, scaling = module.rope_init_fn(module.config)
     module.inv_freq = inv_freq
     module.attention_scaling = scaling
-    module.rope_init_fn = lambda *_, **__: (inv_freq, scaling)
+    module.rope_init_fn = lambda *_, **__: (inv_freq, scaling)  # what each call of `forward` asks for
 
 
 def define_frequencies(model: transformers.PreTrainedModel) -> None:

@@ -59,7 +59,7 @@ _REQUIRED = ("batchful.onnx", "embedding.onnx", "tokenizer.json")  # files of ev
 
 @dataclass
 class _Registry:
-    """Distinct graphs, or pairs of them, by digest, each under a name: "middle", "middle_2" ..."""
+    """Names of distinct graphs, or of pairs of them, by digest: "middle", "middle_2" ..."""
 
     names: dict[Hashable, str] = field(default_factory=dict)
     graphs: dict[str, Graph] = field(default_factory=dict)
@@ -193,6 +193,7 @@ def graphs_of(
             quantized = QuantizedTensors(ROW, dict.fromkeys(packed, 8))
     if residual is not None and precision not in ("fp16", "bf16"):
         raise InputError(f"residual: expected none in {precision}, found {residual}; it is for fp16 and bf16")
+    # Quantised precisions are rewritten from float32 graphs, below.
     files, assembly = assemble(meta, config, base, tensor_parallel=tensor_parallel, residual=residual)
     # Before adapters and quantised weights, which transformers' model does not have.
     check_parity(config, meta, files, assembly, assemble)
@@ -238,7 +239,7 @@ def assemble(
     if tensor_parallel > 1:
         rank_files, ranks = _shard(classes.graphs, mixers, layers, tensor_parallel)
         files |= rank_files
-    hidden = traced.layers[0].block.signature.inputs[0]
+    hidden = traced.layers[0].block.signature.inputs[0]  # the first by INPUT_ORDER
     positions, limited_by = position_limit(meta.config)
     assembly = Assembly(
         model_type=config["model_type"],
@@ -266,10 +267,7 @@ def assemble(
 
 
 def _check_residual_dtype(graphs: Mapping[str, Graph], residual: str, model_type: str) -> None:
-    """Check that the hidden state has the dtype `residual` wherever it crosses from block to block.
-
-    Raises InputError for a model whose residual stream begins after a product (a projection of the embedding).
-    """
+    """Check that the hidden state is `residual` between blocks: not so after a projection of the embedding."""
     for name, graph in graphs.items():
         for io in (*graph.signature.inputs, *graph.signature.outputs):
             if io.key == "hidden" and io.dtype != residual:
@@ -282,10 +280,7 @@ def _check_residual_dtype(graphs: Mapping[str, Graph], residual: str, model_type
 def _shard(
     classes: Mapping[str, Graph], mixers: _Mixers, layers: Sequence[Layer], degree: int
 ) -> tuple[dict[str, bytes], TensorParallel]:
-    """Return the files of the graphs that `degree` ranks run, and their table.
-
-    Raises InputError for a model that cannot be split over that number of ranks.
-    """
+    """Return the files of the graphs that `degree` ranks run, and their table."""
     batchless = {layer.variant: mixers.attention_of(layer.variant) for layer in layers}
     if any(graph.sinks for graph in batchless.values()):
         raise InputError("tensor_parallel: this model cannot be split: its attention has sinks; use one rank")
@@ -293,7 +288,9 @@ def _shard(
     sharded = dict[str, ShardedClass]()
     variants = mixers.variants
     previous = ""
-    neighbours = []  # of each block: its class, the attention before it, the one after it
+    # Of each block its class, the attention before it and the one after it: how a block is split depends on the heads
+    # on both sides. Equal pieces share a name, the first one's: exits come last.
+    neighbours = []
     for layer in layers:
         neighbours.append((layer.block.graph, previous, layer.variant))
         previous = layer.variant
@@ -351,25 +348,22 @@ class _Mixers:
 
     def add(self, batchless: Batchless) -> str:
         """Return the name of a mixer's graphs, which are built unless an equal mixer has them."""
-        if id(batchless) in self._name_by_id:  # equal layers share one object
+        # Layers of one trace share the object, which saves building graphs; equal graphs of two traces share a name.
+        if id(batchless) in self._name_by_id:
             return self._name_by_id[id(batchless)]
         if isinstance(batchless, BatchlessGraph):
             label = "attention"
-            prefill = attention.prefill(batchless)
-            decode = attention.decode(batchless)
+            graphs = {"prefill": attention.prefill(batchless), "decode": attention.decode(batchless)}
         else:
             label = batchless.name
-            prefill = state_mixer.prefill(batchless)
-            decode = state_mixer.decode(batchless)
-        name = self.names.name((prefill.sha256, decode.sha256), label)
+            graphs = {"prefill": state_mixer.prefill(batchless), "decode": state_mixer.decode(batchless)}
+        name = self.names.name(tuple(graph.sha256 for graph in graphs.values()), label)
         self._name_by_id[id(batchless)] = name
-        if name not in self.batchless:
-            self.batchless[name] = batchless
-            self.graphs |= {f"{name}.prefill": prefill, f"{name}.decode": decode}
-            self._describe(name, batchless, _file(prefill, f"{name}.prefill"), _file(decode, f"{name}.decode"))
-        return name
-
-    def _describe(self, name: str, batchless: Batchless, prefill: GraphFile, decode: GraphFile) -> None:
+        if name in self.batchless:
+            return name
+        self.batchless[name] = batchless
+        self.graphs |= {f"{name}.{phase}": graph for phase, graph in graphs.items()}
+        files = {phase: _file(graph, f"{name}.{phase}") for phase, graph in graphs.items()}
         if isinstance(batchless, BatchlessGraph):
             self.functions[name] = attention.without_cache(batchless)
             self.variants[name] = AttentionVariant(
@@ -380,13 +374,13 @@ class _Mixers:
                 scale=batchless.scale,
                 softcap=batchless.softcap,
                 window=batchless.window,
-                prefill=prefill,
-                decode=decode,
                 sinks=batchless.sinks,
+                **files,
             )
         else:
             self.functions[name] = state_mixer.without_state(batchless)
-            self.state_mixers[name] = StateMixer(batchless.state, batchless.inputs, prefill, decode)
+            self.state_mixers[name] = StateMixer(batchless.state, batchless.inputs, **files)
+        return name
 
 
 def _file(graph: Graph, name: str) -> GraphFile:

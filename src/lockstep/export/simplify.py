@@ -17,7 +17,7 @@ import onnx_ir.passes.common as passes
 from lockstep.export.axes import ELEMENTWISE, REDUCTIONS, Operator, axes_of_inputs
 from lockstep.export.movement import merge_movement, same_shape
 from lockstep.onnx_tools.toolkit import constant, node_of
-from lockstep.onnx_tools.values import array_of, axis_of, required, shape_of
+from lockstep.onnx_tools.values import array_of, attribute, required, shape_of
 
 _ALONG_AXES = ELEMENTWISE.union(
     REDUCTIONS, "Concat LayerNormalization LogSoftmax MatMul RMSNormalization Slice Softmax Split Transpose".split()
@@ -129,7 +129,7 @@ class _Packer:
     # --- the rules ---
 
     def _has_leading_one(self, value: ir.Value | None) -> bool:
-        """Return whether a value is computed and has a leading dimension of exactly 1."""
+        """Return whether a value is computed and has a leading dimension of exactly 1; weights keep their shapes."""
         if value is None or value.shape is None or len(value.shape) < 2 or value.shape[0] != 1:
             return False
         return value.producer() is not None
@@ -196,7 +196,7 @@ class _Packer:
     def _gather(self, node: ir.Node) -> bool:
         data = required(node.inputs[0])
         out = node.outputs[0]
-        axis = axis_of(node, 0) % len(shape_of(data))
+        axis = attribute(node, "axis", 0) % len(shape_of(data))
         index = array_of(node.inputs[1])
         if axis == 0 and index is not None and index.ndim == 0 and index == 0:  # x[0] is the short form of x
             self.full[out] = self._short(data)
@@ -224,7 +224,7 @@ class _Packer:
         return True
 
     def _reshape(self, node: ir.Node) -> bool:
-        """Emit a reshape, which keeps the element order: it may read and write short forms."""
+        """Emit a reshape, which keeps the order of elements: it may read and write short forms."""
         data = required(node.inputs[0])
         out = node.outputs[0]
         target = array_of(node.inputs[1])

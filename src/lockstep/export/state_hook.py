@@ -12,7 +12,7 @@ import contextvars
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isinf
 from typing import Any
@@ -24,7 +24,7 @@ from transformers.activations import ACT2FN
 from lockstep.errors import InputError
 from lockstep.export.markers import marker
 
-_layer: contextvars.ContextVar[int] = contextvars.ContextVar("layer")
+current_layer: contextvars.ContextVar[int] = contextvars.ContextVar("layer")
 
 
 def _convolution(
@@ -38,8 +38,9 @@ def _convolution(
     """Replace `causal_conv1d_fn`; hidden_states [1, size, num_tokens], weight [size, width]."""
     _check_one_sequence(options)
     size, width = weight.shape
+    # The window alone is a marker: its weighted sum has a weight, and stays in the block.
     value = hidden_states.to(weight.dtype)[0].t()
-    window = marker("TokenWindow", [value], (value.shape[0], width * size), layer=_layer.get(), width=width)
+    window = marker("TokenWindow", [value], (value.shape[0], width * size), layer=current_layer.get(), width=width)
     output = (window.view(-1, width, size) * weight.t()).sum(1)
     if bias is not None:
         output = output + bias
@@ -66,7 +67,7 @@ class Recurrent:
         inputs = (self.query, self.key, self.value, self.decay, self.beta)
         flat = [value.flatten(1) for value in inputs if value is not None]
         heads = {"key_heads": self.key.shape[1], "value_heads": self.value.shape[1]}
-        return marker(op_type, flat, flat[2].shape, layer=_layer.get(), **heads).view(self.value.shape)
+        return marker(op_type, flat, flat[2].shape, layer=current_layer.get(), **heads).view(self.value.shape)
 
 
 def delta_inputs(
@@ -134,7 +135,7 @@ def bound_arguments(
     """Return a call's arguments {name: value}, with those in its `**kwargs` too."""
     bound = inspect.signature(function).bind(*arguments, **options).arguments
     extra = bound.pop("kwargs", {})
-    return {**bound, **extra}
+    return bound | extra
 
 
 def _check_one_sequence(options: Mapping[str, Any]) -> None:
@@ -144,18 +145,12 @@ def _check_one_sequence(options: Mapping[str, Any]) -> None:
             raise InputError(f"its recurrent layers are told of packed sequences ({name}); expected one sequence")
 
 
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
+# What transformers' recurrent layers call, by name in their modules, and what a trace has instead.
+FUNCTIONS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _convolution,
     "torch_chunk_gated_delta_rule": _delta_rule,
     "mamba2_chunk_scan": _scan,
 }
-
-
-@contextlib.contextmanager
-def state_markers(model: PreTrainedModel, layers: Sequence[torch.nn.Module], numbers: Sequence[int]) -> Iterator[None]:
-    """Let a model's recurrent layers emit markers that carry the `numbers` of its `layers`."""
-    with replaced(model, _FUNCTIONS), numbered(layers, numbers):
-        yield
 
 
 @contextlib.contextmanager
@@ -177,18 +172,16 @@ def replaced(model: PreTrainedModel, functions: Mapping[str, Callable[..., Any]]
 
 
 @contextlib.contextmanager
-def numbered(layers: Sequence[torch.nn.Module], numbers: Sequence[int]) -> Iterator[None]:
-    """Set the number of a layer while it runs, for `current_layer`."""
-    hooks = [
-        layer.register_forward_pre_hook(lambda *_, number=number: _layer.set(number) and None)
-        for layer, number in zip(layers, numbers, strict=True)
-    ]
+def numbered(layers: Iterable[torch.nn.Module], numbers: Sequence[int]) -> Iterator[None]:
+    """Set `current_layer` to the number of a layer while it runs: the functions are not told which layer calls."""
+
+    def enter(module: torch.nn.Module, inputs: Any) -> None:
+        current_layer.set(number_of[module])
+
+    number_of = dict(zip(layers, numbers, strict=True))
+    hooks = [layer.register_forward_pre_hook(enter) for layer in number_of]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def current_layer() -> int:
-    return _layer.get()

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from lockstep.export.canonical import Graph, canonical
-from lockstep.onnx_tools.toolkit import GraphWriter, Operand
+from lockstep.export.canonical import OPSET, Graph, canonical
+from lockstep.onnx_tools.toolkit import GraphWriter, Operand, add_input
 
 _END = 2**31 - 1
 _SPAN = 64  # tokens of a prompt that a recurrence computes by products: as many as transformers does
@@ -167,14 +167,17 @@ class Recurrence:
         keys = self.key_dim
         values = self.value_dim
         shapes = [(_SPAN, values), (_SPAN, keys), (_SPAN, _SPAN), (keys, _SPAN), (1, 1), (_SPAN, keys)]
-        body = Builder.of_body((*heads, keys, values), [(*heads, *shape) for shape in shapes[: len(inputs)]])
+        body = _SpanWriter()
+        past = add_input(body.graph, "span_state", self.dtype, [*heads, keys, values])
+        taken = []
+        for number, shape in enumerate(shapes[: len(inputs)], 1):
+            taken.append(add_input(body.graph, f"taken_{number}", self.dtype, [*heads, *shape]))
         # A span's output is what its queries read of the state before it, and of the values of the span up to them.
-        # Names within the body are not canonicalised: the order of its operators is part of a graph's digest.
-        new, query, attention, key, decay, *delta_key = body.inputs.values()
+        new, query, attention, key, decay, *delta_key = taken
         if delta_key:
-            new = body.op("Sub", new, body.op("MatMul", delta_key[0], body.state))
-        rows = body.op("Add", body.op("MatMul", query, body.state), body.op("MatMul", attention, new))
-        next_state = body.op("Add", body.op("Mul", body.state, decay), body.op("MatMul", key, new))
+            new = body.op("Sub", new, body.op("MatMul", delta_key[0], past))
+        rows = body.op("Add", body.op("MatMul", query, past), body.op("MatMul", attention, new))
+        next_state = body.op("Add", body.op("Mul", past, decay), body.op("MatMul", key, new))
         _name(next_state, "span_state_out", [*heads, keys, values], self.dtype)
         _name(rows, "span_attention", [*heads, _SPAN, values], self.dtype)
         body.graph.outputs.extend([next_state, rows])
@@ -231,6 +234,18 @@ def without_state(mixer: StateGraph) -> Graph:
     return build.finish("attention", mixer.prefill(build)[0], None)
 
 
+class _SpanWriter(GraphWriter):
+    """The body of a scan over spans. No canonical form renames it: its order and names are part of a graph's digest."""
+
+    def __init__(self) -> None:
+        super().__init__(ir.Graph([], [], nodes=[], name="span"))
+
+    def op(self, op_type: str, *inputs: Operand | None, **attributes: Any) -> ir.Value:
+        value = super().op(op_type, *inputs, **attributes)
+        value.name = f"span_{len(self.graph)}"
+        return value
+
+
 class Builder(GraphWriter):
     """A graph that has a mixer's inputs and its past state. requests: None for a constant state of zeros."""
 
@@ -238,35 +253,20 @@ class Builder(GraphWriter):
         self.mixer = mixer
         self.tokens = tokens
         self.requests = requests
-        self.inputs = {name: _value(name, [tokens, size], dtype) for name, (size, dtype) in mixer.sizes.items()}
-        graph = ir.Graph(list(self.inputs.values()), [], nodes=[], opset_imports={"": 20}, name="mixer")
+        graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name="mixer")
         super().__init__(graph)
+        self.inputs = {}
+        for name, (size, dtype) in mixer.sizes.items():
+            self.inputs[name] = add_input(graph, name, dtype, [tokens, size])
         if requests is None:
             self.state = self.op("Expand", np.float32(0), [1, *mixer.state])
         else:
-            self.state = _value("past_state", [requests, *mixer.state], ir.DataType.FLOAT)
-            self.graph.inputs.append(self.state)
-
-    @classmethod
-    def of_body(cls, state: Sequence[int], inputs: Sequence[Sequence[int]]) -> Builder:
-        """Return the builder of the body of a Scan, from the shapes of its state and its inputs."""
-        build = cls.__new__(cls)
-        build.inputs = {
-            f"taken_{number}": _value(f"taken_{number}", list(shape), ir.DataType.FLOAT)
-            for number, shape in enumerate(inputs, 1)
-        }
-        build.state = _value("span_state", list(state), ir.DataType.FLOAT)
-        graph = ir.Graph([build.state, *build.inputs.values()], [], nodes=[], name="span")
-        GraphWriter.__init__(build, graph)
-        return build
-
-    def op(self, op_type: str, *inputs: Operand | None, **attributes: Any) -> ir.Value:
-        value = super().op(op_type, *inputs, **attributes)
-        value.name = f"{self.graph.name}_{len(self.graph)}"
-        return value
+            self.state = add_input(graph, "past_state", ir.DataType.FLOAT, [requests, *mixer.state])
 
     def cast(self, value: ir.Value, dtype: ir.DataType) -> ir.Value:
-        return value if dtype == ir.DataType.FLOAT else self.op("Cast", value, to=dtype)
+        if dtype == ir.DataType.FLOAT:  # as the state is
+            return value
+        return self.op("Cast", value, to=dtype)
 
     def finish(self, name: str, output: ir.Value, state: ir.Value | None) -> Graph:
         size, dtype = self.mixer.output
@@ -278,10 +278,6 @@ class Builder(GraphWriter):
             _name(state, "state_out", [self.requests, *self.mixer.state], ir.DataType.FLOAT)
             self.graph.outputs.append(state)
         return canonical(self.graph, name, (*self.mixer.inputs, "past_state"), {})
-
-
-def _value(name: str, shape: list[Any], dtype: ir.DataType) -> ir.Value:
-    return ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
 
 
 def _name(value: ir.Value, name: str, shape: list[Any], dtype: ir.DataType) -> None:

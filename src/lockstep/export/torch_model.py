@@ -53,7 +53,7 @@ def cut_config(config: Mapping[str, Any], layers: int | str) -> transformers.Pre
         setattr(text, name, value[:layers])
     text.num_hidden_layers = layers
     if layers != depth:
-        settings.config_of_all_layers = copy.deepcopy(without_packing(config))
+        settings.config_of_all_layers = copy.deepcopy(without_packing(config))  # for `keep_constants`
     return settings
 
 
@@ -127,20 +127,13 @@ class TokensBefore(DynamicCache):
     ) -> torch.Tensor:
         is_first = self.get_conv_state(layer_idx, state_idx) is None
         rows = super().update_conv_state(conv_states, layer_idx, state_idx, **options)
-        if is_first:  # `rows` has the padding of a short prompt
-            return conv_states
-        return rows
-
-
-def layer_of(name: str) -> int:
-    """Return the layer of a checkpoint tensor, the first number in its name; -1 outside the layers."""
-    match = re.search(r"\.(\d+)\.", name)
-    return int(match[1]) if match else -1
+        return conv_states if is_first else rows  # the first `rows` have the padding of a short prompt
 
 
 def is_within(name: str, layers: int | str) -> bool:
-    """Return whether a checkpoint tensor is of the first `layers` layers, or outside the layers."""
-    return not isinstance(layers, int) or layer_of(name) < layers
+    """Return whether a checkpoint tensor is of the first `layers` layers, by a number in its name, or of none."""
+    number = re.search(r"\.(\d+)\.", name)
+    return not isinstance(layers, int) or number is None or int(number[1]) < layers
 
 
 def float32_tensor(array: np.ndarray) -> torch.Tensor:

@@ -40,7 +40,7 @@ from lockstep.export.markers import DOMAIN
 from lockstep.export.quiet import quiet
 from lockstep.export.refusals import known_reason
 from lockstep.export.rope import freeze_ropes
-from lockstep.export.state_hook import state_markers
+from lockstep.export.state_hook import FUNCTIONS, numbered, replaced
 from lockstep.export.torch_operators import OPSET, torch_operators
 from lockstep.onnx_tools.values import shape_of
 
@@ -81,6 +81,8 @@ def meta_model(config: Mapping[str, Any], precision: str) -> PreTrainedModel:
     """
     settings = build_config(config)
     dtype = DTYPES[precision]
+    # Each row gathers its expert's weights. The usual code loops over the experts that some token chose, which a trace
+    # without values cannot know.
     settings._experts_implementation = "batched_mm"
     with quiet():
         with refused_in_one_line(settings.model_type), torch.device("meta"):
@@ -97,9 +99,9 @@ def _keep_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
     patterns = [pattern.replace("*", ".*") for pattern in sorted(model._get_dtype_plan(dtype))]
     if not patterns:
         return
-    kept = re.compile("|".join(patterns))
+    stays_float32 = re.compile("|".join(patterns))
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if tensor.is_floating_point() and kept.search(name):
+        if tensor.is_floating_point() and stays_float32.search(name):
             tensor.data = tensor.data.float()
 
 
@@ -128,6 +130,7 @@ def _compute_buffers(model: PreTrainedModel, model_type: str) -> None:
 
     cannot = f"model type {model_type!r} cannot be split: "
     refusal = f"{cannot}transformers gives no value for its buffers"
+    # A generator: which modules contain an unset buffer is asked only after the modules' own turn.
     containing = (module for module in model.modules() if any(map(unset_buffers, module.modules())))
     for module in (*computed, *containing):
         try:
@@ -237,9 +240,10 @@ def trace(meta: PreTrainedModel, indices: Sequence[int]) -> Trace:
             "position_ids": torch.arange(_TRACE_TOKENS),
             "token_ids": torch.arange(_TRACE_TOKENS),
         }
-        with unpacked():
+        with unpacked():  # it runs the model once, to see how it embeds
             packed = _Packed(model, layers[0])
-    with state_markers(model, list(layers), indices):
+    # Markers carry the numbers of the layers in the whole model, not in this cut one.
+    with replaced(model, FUNCTIONS), numbered(layers, indices):
         traced_model = _export(packed, inputs, ("logits", "embedded"))
     graph = _part(traced_model, ("hidden", "position_ids"), "logits")
     embedding = _part(traced_model, ("token_ids",), "embedded")
@@ -285,6 +289,7 @@ def _export(module: _Packed, inputs: dict[str, torch.Tensor], outputs: Sequence[
             if captured.exported_program is None:
                 raise captured.exception or RuntimeError("torch.export gave no program")
             # torch.onnx.export calls this too, but builds a registry of all operators each time: 0.4 s.
+            # Unoptimised: fake weights have no values yet, which folding would read.
             program = onnx_exporter.export(
                 captured.exported_program,
                 (),
@@ -319,13 +324,13 @@ def _name_weights(model: ir.Model, state: set[str], ties: Mapping[str, str]) -> 
     """Give weights, which unlike computed buffers are in the state dict, their checkpoint names; return these."""
     weights = set()
     initializers = model.graph.initializers
-    # A tied weight has the name under which the checkpoint stores it, unless both are read.
     for value in list(initializers.values()):
         assert value.name is not None  # it is registered by name
         name = value.name.removeprefix(_WEIGHT_PREFIX)
         if value.name.startswith(_WEIGHT_PREFIX) and name in state:
             value.name = name
             weights.add(name)
+    # A tied weight has the name under which the checkpoint stores it, unless both are read.
     for tied, source in sorted(ties.items()):
         if tied in weights and source not in weights:
             initializers[tied].name = source

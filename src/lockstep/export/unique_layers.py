@@ -75,6 +75,7 @@ def trace_unique_layers(meta: PreTrainedModel, wide_residual: bool = False) -> T
                 without_mixer.add(names[index])
         return traced[key]
 
+    # Layer 0 is traced together with layer 1: that trace has the entry block, and the first one between two mixers.
     first = trace_at(min(1, len(names) - 1))
     traces = [first, *(trace_at(index) for index in steps(range(1, len(names)), "export: traces", "layers"))]
     layout = checkpoint_layout(meta)
@@ -90,7 +91,8 @@ def trace_unique_layers(meta: PreTrainedModel, wide_residual: bool = False) -> T
             layers[-1] = replace(layers[-1], exits=(*layers[-1].exits, exit))
             continue
         cut = layer_trace.cut
-        # A trace has this layer after the one before it; of the first two layers' trace the first is taken.
+        # A trace has this layer after the one before it; of the first two layers' trace the first is taken. A layer may
+        # have several mixers (Falcon-H1): the exit follows the last one.
         traced_layer = max(cut.layers) if index else 0
         mixers = [number for number, layer in enumerate(cut.layers) if layer == traced_layer]
         for number in mixers:
@@ -155,6 +157,7 @@ def layer_signature(layer: torch.nn.Module, settings: Mapping[str, Any]) -> str:
     parts = [repr(layer), repr(sorted(settings.items(), key=lambda item: item[0]))]
     for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
         parts.append(f"{name} {tuple(tensor.shape)} {tensor.dtype}")
+    # Constants that a trace folds into the graph: an epsilon, a scale, a window.
     for name, module in layer.named_modules():
         settings_of_module = []
         for key, value in sorted(vars(module).items()):

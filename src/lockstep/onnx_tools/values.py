@@ -45,10 +45,6 @@ def attribute(node: ir.Node, name: str, default: Any = None) -> Any:
     return node.attributes[name].value if name in node.attributes else default
 
 
-def axis_of(node: ir.Node, default: int) -> int:
-    return attribute(node, "axis", default)
-
-
 def array_of(value: ir.Value | None) -> np.ndarray | None:
     """Return the array of an initializer or a Constant node; None for any other value."""
     if value is None:

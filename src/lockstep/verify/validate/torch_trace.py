@@ -328,7 +328,7 @@ def _states(inputs: Recurrent) -> dict[int, np.ndarray]:
 
 
 def _state_call(output: np.ndarray, states: Mapping[int, np.ndarray]) -> dict[str, Any]:
-    return {"layer": current_layer(), "attention": output, "states": states, "keys": _NONE, "values": _NONE}
+    return {"layer": current_layer.get(), "attention": output, "states": states, "keys": _NONE, "values": _NONE}
 
 
 def _state_counts(count: int) -> list[int]:
