@@ -39,9 +39,9 @@ def checkpoint_layout(meta: PreTrainedModel) -> dict[str, list[str]]:
         shape = [min(size, _SMALL) for size in tensor.shape]
         if len(shape) > 2:
             shape[0] = tensor.shape[0]  # experts are stacked here, and all of them have names
-        numbered[name] = torch.arange(count, count + math.prod(shape)).view(shape)
         spans[name] = range(count, count + math.prod(shape))
-        count += math.prod(shape)
+        numbered[name] = torch.arange(count, spans[name].stop).view(shape)
+        count = spans[name].stop
     starts: dict[int, tuple[str, int]] = {}
     for name, tensor in _saved(meta, numbered).items():
         numbers = tensor.reshape(-1)

@@ -62,7 +62,7 @@ class _UncutGraph:
             copied.name = f"block_{index}/{node.name}"
             copied.input[:] = [names[name] for name in node.input]
             names.update((output, f"block_{index}/{output}") for output in node.output if output)
-            if block.variant is None and "logits" in node.output:
+            if block.variant is None and "logits" in node.output:  # of the last block: the graph's output
                 names["logits"] = "logits"
             copied.output[:] = [names[name] for name in node.output]
         for io in block.graph.signature.outputs:

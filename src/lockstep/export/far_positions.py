@@ -176,6 +176,7 @@ def split_logits(run: ReferenceRunner, filled: Filled) -> list[np.ndarray]:
                 store[request, :, :length] = rows[request][0]
             stores.append(store)
         caches.append(stores)
+    # Far positions leave a gap after the cached tokens.
     runner = run.with_caches(caches, lengths, np.subtract(filled.context.positions, lengths))
     prefilled = runner.step([PackedRequest(request, tokens[:NEW]) for request, tokens in enumerate(filled.tokens)])
     decoded = runner.step([PackedRequest(request, tokens[NEW:]) for request, tokens in enumerate(filled.tokens)])

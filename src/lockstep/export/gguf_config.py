@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.checkpoint.source_files import shorten
 from lockstep.config.gguf_file import GgufFile
 from lockstep.errors import InputError
 
@@ -181,7 +182,4 @@ def _shortest(value: Any) -> float:
 
 
 def _shown(value: Any) -> str:
-    if value is None:
-        return "none"
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."
+    return "none" if value is None else shorten(value)

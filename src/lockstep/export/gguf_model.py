@@ -57,7 +57,7 @@ def make(path: Path, folder: Path) -> Path:
             yield processor.process(read(source), source).weights
 
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").unlink(missing_ok=True)
+        (folder / "config.json").unlink(missing_ok=True)  # an earlier one would call a half-written folder whole
         write_pieces(folder / SINGLE, shapes, "F32", pieces, "dequantised")
     with atomic_path(folder / "tokenizer.json") as temporary:
         tokenizer.save(str(temporary))

@@ -35,7 +35,7 @@ from lockstep.onnx_tools.values import attribute, dtype_of, required, shape_of, 
 
 _LAYER_SLOT_PREFIXES = ("previous", "current.")  # of slots of a decoder layer's weights
 _ROWS = "logit_rows"
-_ROW_DIMS = ("num_tokens", "num_requests")
+_ROW_DIMS = ("num_tokens", "num_requests")  # of blocks, and of an exit from its logit rows on
 _IN_LAYER = re.compile(r"\.\d+\.")
 
 
@@ -70,13 +70,15 @@ def with_adapters(
     for name, slots in products.items():
         available.update(modules[name][slot] for slot in slots)
     if not available:
-        renamed = {_IN_LAYER.split(name)[-1] for name in linears or () if _IN_LAYER.search(name)}
+        renamed = _within_layer([name for name in linears or () if _IN_LAYER.search(name)])
         raise InputError(
             "adapters: expected linear layers in decoder layers whose weights have the layers' own names in the "
-            f"checkpoint, found other names there for {', '.join(sorted(renamed)) or 'all'}; serve this model without "
-            "adapters"
+            f"checkpoint, found other names there for {renamed or 'all'}; serve this model without adapters"
         )
-    unmatched = [target for target in targets or () if not any(is_target(module, [target]) for module in available)]
+    unmatched = []
+    for target in targets or ():
+        if not any(is_target(module, [target]) for module in available):
+            unmatched.append(target)
     if unmatched:
         raise InputError(
             f"lora_target_modules: expected linear layers of the model ({', '.join(sorted(available))}), found "
@@ -142,7 +144,7 @@ class AddLora(Pass):
 
     def __init__(self, slots: Collection[str], max_adapters: int, max_lora_rank: int):
         self._slots = slots
-        self._owner = np.repeat(np.arange(max_adapters, dtype=np.int64), max_lora_rank)[None]
+        self._owner = np.repeat(np.arange(max_adapters, dtype=np.int64), max_lora_rank)[None]  # the adapter of a column
         self.inputs: list[str] = []
         self.lora: dict[str, LoraSlot] = {}
 
@@ -195,15 +197,15 @@ def _products(model: ir.Model, slots: Collection[str]) -> Products:
     for node in model.graph:
         if not of_requests.isdisjoint(node.inputs):
             of_requests.update(node.outputs)
-        if node.op_type == "Gemm" and (slot := required(node.inputs[1]).name) in slots:
-            first = shape_of(node.inputs[0])[0]
-            if isinstance(first, int):  # rows that are no tokens
-                continue
-            if first.value in _ROW_DIMS:
-                rows = str(first.value)
-            else:  # after a Reshape, as of state mixers, the dimension has no name
-                rows = "num_requests" if node.inputs[0] in of_requests else "num_tokens"
-            products[str(slot)] = (node, rows)
+        if node.op_type != "Gemm" or required(node.inputs[1]).name not in slots:
+            continue
+        first = shape_of(node.inputs[0])[0]
+        if isinstance(first, int):  # rows that are no tokens
+            continue
+        rows = first.value
+        if rows not in _ROW_DIMS:  # after a Reshape, as of state mixers, the dimension has no name
+            rows = _ROW_DIMS[node.inputs[0] in of_requests]
+        products[str(required(node.inputs[1]).name)] = (node, str(rows))
     return products
 
 

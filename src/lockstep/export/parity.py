@@ -128,7 +128,7 @@ def make_small(
                 if difference:
                     raise InputError(difference)
                 return Small(candidate, *small_split)
-            except InputError as error:
+            except InputError as error:  # ours or the class's: the next candidate may do
                 reasons.append(str(error))
     raise InputError(
         f"model type {config['model_type']!r} cannot be split: no small model with its settings could be "
@@ -235,7 +235,7 @@ def measure(small: Small, draw: tuple[int, float] = DRAWS[0]) -> Measured:
     refusal = f"model type {small.config['model_type']!r} cannot be split: "
     if not np.isfinite(spread) or spread == 0:
         raise InputError(f"{refusal}transformers gives logits with standard deviation {spread} on a small model")
-    # The original lengths of RoPE settings, beyond which frequencies are stretched.
+    # The original lengths of RoPE settings, beyond which frequencies are stretched: a fault may begin there.
     settings = rope_settings(model.config.get_text_config())
     originals = [int(rope.get("original_max_position_embeddings") or 0) for rope in settings]
     contexts = far_positions.contexts(small.assembly, list(filter(None, originals)))

@@ -79,14 +79,15 @@ def quantize(
     """Return the files and the assembly of `precision`, rewritten from those in fp32.
 
     prequantized: the tensors that the checkpoint already quantised; no others are quantised then. head_bits: of the
-    output head, and of an embedding that is tied to it. activations: their type in engines of a
-    backend that computes in 16 bits; the graphs name it. Raises InputError where no weight of a layer can be quantised,
-    or the rows of one are no multiple of `group_size`.
+    output head, and of an embedding that is tied to it. activations: their type in engines of a backend that computes
+    in 16 bits; the graphs name it. Raises InputError where no weight of a layer can be quantised, or the rows of one
+    are no multiple of `group_size`.
     """
     if is_fp8(precision):
         group_size = ROW
         head_bits = HEAD_BITS
     quantized = _choose_tensors(files, assembly, precision, group_size, prequantized, head_bits)
+    # From here on all blocks of a class have the same slots quantised: one graph serves them.
     files, assembly = _split_classes_by_bits(files, assembly, quantized)
     rewritten = dict(files)
     classes = {}
@@ -282,16 +283,12 @@ def _choose_tensors(
         uses = [replace(use, bits=_prequantized_bits(use, prequantized)) for use in uses]
     # A slot that stays in full precision keeps all its tensors so, and with them every other slot that takes one.
     full_precision: set[str] = set()
-    for use in uses:
-        if use.bits is None:
-            full_precision.update(use.tensors)
-    is_stable = False
-    while not is_stable:
-        is_stable = True
+    num_before = -1
+    while num_before < len(full_precision):
+        num_before = len(full_precision)
         for use in uses:
-            if not full_precision.isdisjoint(use.tensors) and not full_precision.issuperset(use.tensors):
+            if use.bits is None or not full_precision.isdisjoint(use.tensors):
                 full_precision.update(use.tensors)
-                is_stable = False
     bits: dict[str, int] = {}
     for use in uses:
         if use.bits is not None:
@@ -387,6 +384,7 @@ def _slots_of_class(assembly: Assembly, name: str) -> list[Slots]:
 
 
 def _slot_bits(slots_of_blocks: Sequence[Slots], quantized: QuantizedTensors) -> dict[str, int]:
+    """Return {quantised slot: bits}; a slot's tensors are quantised all together, so the first stands for them."""
     first_tensors: dict[str, str] = {}
     for slots in slots_of_blocks:
         first_tensors.update((slot, tensors[0]) for slot, tensors in slots.items())
@@ -426,7 +424,7 @@ def _linear_products(graph: ir.Graph, slots: Collection[str]) -> dict[str, list[
     """
     products = {}
     for slot in _inputs(graph, slots):
-        uses = [*slot.uses()]
+        uses = slot.uses()
         for is_plain in (is_linear, is_transposed):
             if uses and all(is_plain(node) and index == 1 for node, index in uses):
                 products[str(slot.name)] = [node for node, _ in uses]

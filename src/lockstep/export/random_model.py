@@ -96,6 +96,7 @@ def _dtype(path: Path, config: Mapping[str, Any]) -> str:
 
 def _draw(name: str, shape: tuple[int, ...], seed: int) -> Iterator[np.ndarray]:
     """Yield a tensor's numbers in pieces, float32: gains near 1, biases near 0, matrices over sqrt(inputs)."""
+    # Seeded by name: a tensor's numbers do not depend on which others a model has.
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     random = np.random.Generator(np.random.SFC64(int.from_bytes(digest[:16], "little")))
     mean = 1.0

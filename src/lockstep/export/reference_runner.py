@@ -79,7 +79,6 @@ class ReferenceRunner(GraphRunner):
 
     def step(self, parts: Sequence[PackedRequest]) -> list[np.ndarray]:
         """Advance the requests by a step; return the logits of each part's tokens, [len(tokens), vocab_size]."""
-        parts = [*parts]
         cache_rows = [self.lengths[part.request] + np.arange(len(part.tokens)) for part in parts]
         positions = [rows + self.shift[part.request] for part, rows in zip(parts, cache_rows, strict=True)]
         token_ids = np.concatenate([part.tokens for part in parts])
@@ -121,7 +120,7 @@ class ReferenceRunner(GraphRunner):
                 decoding.append((part.request, end - 1))
         if decoding:
             calls.append(("decode", [request for request, _ in decoding], np.array([row for _, row in decoding])))
-        result: np.ndarray | None = None
+        result: np.ndarray | None = None  # its width is the first mixer's
         for phase, requests, rows in calls:
             mixer = self.assembly.state_mixers.get(variant)
             if mixer is None:
@@ -140,7 +139,7 @@ class ReferenceRunner(GraphRunner):
             if mixer is not None:
                 cache[0][requests] = outputs["state_out"]
                 continue
-            owners = requests * len(rows) if phase == "prefill" else requests  # of each new cache row
+            owners = np.broadcast_to(requests, len(rows))  # of each new cache row: those of a prefill are one request's
             for store, new in zip(cache, (outputs["key_out"], outputs["value_out"]), strict=True):
                 store[owners, :, env["cache_rows"][rows]] = new
         assert result is not None  # a step has parts

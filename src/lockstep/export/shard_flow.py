@@ -151,7 +151,7 @@ class ShardingFinder:
                         linked.append(operand)
                 linked += node.outputs
             first = root(node.outputs[0])
-            for value in node.outputs:
+            for value in node.outputs:  # those that nothing links are groups of one
                 root(value)
             for value in linked:
                 parent[root(value)] = first
@@ -171,7 +171,7 @@ class ShardingFinder:
         products = {value: product for value, product in self.products.items() if product.value in members}
         outputs = [value for value in self.output_shards if value in members]
         inputs = [value for value in self.input_shards if value in members]
-        if not (products or outputs):
+        if not (products or outputs):  # nothing would be computed less
             return
         if not (outputs or inputs) and not all(map(self._reaches_residual, products)):
             return
@@ -225,6 +225,7 @@ class ShardingFinder:
                 size = self.rules.size(product.value, product.value_axis)
                 input_shard = self._input_shard(product.value, members)
                 shard = input_shard or even_shard(product.value_axis, size, self.ranks)
+                # Each input of the product at exactly one rank: otherwise the all-reduce would add it twice.
                 if shard is None or (input_shard is None and shard.indices.size != size):
                     uneven = UnevenSplitError(
                         f"{product.weight.name}: {size} inputs do not divide by {self.ranks} ranks"
@@ -310,10 +311,13 @@ class ShardingFinder:
         sharding.partial = partial
         for node in self.graph:
             sharding.reduced += [value for value in node.outputs if value in reduced & partial]
-            is_product = node.outputs[0] in row_products
-            if node.outputs[0] in partial and (is_product or node.op_type == "Add"):
-                addends = node.inputs[2:] if is_product else node.inputs  # the bias
-                sharding.first_rank_slots.update(self.slots.intersection(map(required, addends)))
+            # A bias of a partial sum would be added by each rank.
+            addends: Sequence[ir.Value | None] = ()
+            if node.outputs[0] in row_products:
+                addends = node.inputs[2:]
+            elif node.outputs[0] in partial and node.op_type == "Add":
+                addends = node.inputs
+            sharding.first_rank_slots.update(self.slots.intersection(map(required, addends)))
 
     def _keeps_partial(self, node: ir.Node, partial: Collection[ir.Value]) -> bool:
         """Return whether a node may be applied before the all-reduce, as linear operators may."""

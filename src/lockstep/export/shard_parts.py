@@ -54,9 +54,6 @@ class ShardIndices:
     def on_axis(self, axis: int) -> ShardIndices:
         return ShardIndices(axis, self.indices)
 
-    def with_offset(self, offset: int) -> ShardIndices:
-        return ShardIndices(self.axis, self.indices + offset)
-
 
 def even_shard(axis: int, size: int, ranks: int) -> ShardIndices | None:
     """Return successive equal shards, shared where there are fewer numbers than ranks; None where uneven."""
@@ -97,7 +94,7 @@ def merge_shards(value: ir.Value, shards: Sequence[ShardIndices]) -> ShardIndice
 
 
 Dim = int | ir.SymbolicDim
-_NUM_TOKENS = 3  # the size of dimensions without a fixed one
+_NUM_TOKENS = 3  # the size of dimensions without a fixed one, while elements are numbered
 
 
 def reshape_shards(before: Sequence[Dim], after: Sequence[Dim], shard: ShardIndices) -> ShardIndices:
@@ -114,9 +111,14 @@ def reshape_shards(before: Sequence[Dim], after: Sequence[Dim], shard: ShardIndi
         new_numbers = np.arange(count).reshape(new_shape)
         elements = [np.take(old_numbers, indices, shard.axis).reshape(-1) for indices in shard.indices]
         for axis, size in enumerate(after):
+            # Not an axis of tokens, and none that lies wholly before the split one.
             if not isinstance(size, int) or math.prod(new_shape[: axis + 1]) < math.prod(old_shape[: shard.axis]):
                 continue
-            indices_of_ranks = [_unique_in_order(np.unravel_index(numbers, new_shape)[axis]) for numbers in elements]
+            # Each index once, in the order of the elements, which is not ascending where shards have several sections.
+            indices_of_ranks = []
+            for numbers in elements:
+                along_axis = np.unravel_index(numbers, new_shape)[axis]
+                indices_of_ranks.append(np.array([*dict.fromkeys(along_axis.tolist())]))
             if len({len(indices) for indices in indices_of_ranks}) > 1:
                 continue
             selected = [np.take(new_numbers, indices, axis).reshape(-1) for indices in indices_of_ranks]
@@ -128,11 +130,6 @@ def reshape_shards(before: Sequence[Dim], after: Sequence[Dim], shard: ShardIndi
 def _sizes(shape: Sequence[Dim]) -> list[int]:
     """Return a shape with a number for the dimension of the tokens."""
     return [size if isinstance(size, int) else _NUM_TOKENS for size in shape]
-
-
-def _unique_in_order(values: np.ndarray) -> np.ndarray:
-    _, first_positions = np.unique(values, return_index=True)
-    return values[np.sort(first_positions)]
 
 
 @dataclass(frozen=True)
@@ -153,7 +150,7 @@ class ShardRules:
         if node.op_type == "Slice":
             begin = self._slice_begin(node, shard.axis)
             if begin is not None:
-                return [(value, shard.with_offset(begin))]
+                return [(value, ShardIndices(shard.axis, shard.indices + begin))]
         if node.op_type == "Concat" and operator.axis(0) == shard.axis:
             return self._before_concat(node, shard)
         axes = None
@@ -202,7 +199,7 @@ class ShardRules:
                 raise SplitError(f"{output.name} is not read")
             shard = output_shards[output]
             if shard.axis == axis:
-                shard = shard.with_offset(offset)
+                shard = ShardIndices(axis, shard.indices + offset)
             shards.append(shard)
             offset += self.size(output, axis)
         return merge_shards(required(node.inputs[0]), shards)

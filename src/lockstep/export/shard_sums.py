@@ -22,9 +22,9 @@ class JoinSums(Pass):
 
     def call(self, model: ir.Model) -> PassResult:
         graph = model.graph
-        partial_sums = self._sharding.partial  # their additions are before an all-reduce already
+        # Additions after an all-reduce. Those of partial sums are before one already.
         additions = {node.outputs[0]: node for node in graph if node.op_type == "Add"}
-        additions = {value: node for value, node in additions.items() if value not in partial_sums}
+        additions = {value: node for value, node in additions.items() if value not in self._sharding.partial}
         inner_sums: set[ir.Value] = set()  # additions whose sum only another addition reads
         for addition in additions.values():
             operands = map(required, addition.inputs)

@@ -70,6 +70,7 @@ def shard_block(block: Graph, before: AttentionVariant | None, after: AttentionV
     weights cannot be split.
     """
     slots = {slot.name for slot in block.signature.slots}
+    # A block reads the output of the attention before it, and makes the inputs of the one after it.
     input_shards = {}
     if before is not None:
         input_shards["attention"] = _attention_indices(before, ranks)["attention"]
@@ -128,15 +129,12 @@ class _PieceCutter:
         self.graph = graph
         self.slots = slots
         self.sharding = sharding
-        self._tokens_dim = self._named_dim()
-
-    def _named_dim(self) -> str:
-        """Return the name of the outputs' leading dimension: num_tokens or num_requests."""
-        for value in self.graph.outputs:
+        # Inference may lose the name of the leading dimension of values between pieces. It is that of the outputs.
+        self._tokens_dim = "num_tokens"
+        for value in reversed(graph.outputs):
             shape = shape_of(value)
             if len(shape) and not isinstance(shape[0], int) and shape[0].value is not None:
-                return shape[0].value
-        return "num_tokens"
+                self._tokens_dim = shape[0].value
 
     def pieces(self) -> list[ShardGraph]:
         """Return the pieces; values that depend on positions alone are computed wherever they are read."""
@@ -161,7 +159,10 @@ class _PieceCutter:
             while len(nodes_of) <= piece:
                 nodes_of.append([])
             nodes_of[piece].append(node)
-        nodes_of = [self._with_free_nodes(nodes, free_nodes) for nodes in nodes_of]
+        for piece, nodes in enumerate(nodes_of):
+            needed = upstream(value for value in _reads_of(nodes) if value in free_nodes)
+            added = [node for node in dict.fromkeys(free_nodes.values()) if not needed.isdisjoint(node.outputs)]
+            nodes_of[piece] = added + nodes
         named = {*graph.inputs, *free_nodes, *sums, *graph.outputs}
         carried: dict[ir.Value, str] = {}
         for piece, nodes in enumerate(nodes_of):
@@ -169,11 +170,6 @@ class _PieceCutter:
                 if value not in named and piece_of[value] < piece:
                     carried.setdefault(value, f"kept_{len(carried) + 1}")
         return [self._piece(nodes, sums, carried) for nodes in nodes_of]
-
-    def _with_free_nodes(self, nodes: list[ir.Node], free_nodes: Mapping[ir.Value, ir.Node]) -> list[ir.Node]:
-        needed = upstream(value for value in _reads_of(nodes) if value in free_nodes)
-        added = [node for node in dict.fromkeys(free_nodes.values()) if not needed.isdisjoint(node.outputs)]
-        return added + nodes
 
     def _piece(
         self, nodes: Sequence[ir.Node], sums: Mapping[ir.Value, str], carried: Mapping[ir.Value, str]
@@ -217,7 +213,7 @@ class _PieceCutter:
                 operands.append(copies[value] if value in copies else array_of(value))
             for position, array in self._local_constants(node).items():
                 operands[position:] = [np.ascontiguousarray(array), *operands[position + 1 :]]
-                if node.op_type == "Split":
+                if node.op_type == "Split":  # it has either sizes or a number of outputs
                     attributes.pop("num_outputs", None)
             results = [names.get(value, value.name) for value in node.outputs]
             settings = {"results": results, "name": node.name, "domain": node.domain, **attributes}

@@ -54,7 +54,7 @@ def _small(
         sub_config = getattr(settings, name, None)
         if sub_config is not None:
             section = _Section(sub_config, result.get(name) or {})
-            section.shrink(depth if sub_config is text else 1, kv_heads, experts, inner)
+            section.shrink(depth if sub_config is text else 1, kv_heads, experts, inner)  # towers never run
             result[name] = section.values
     if text is settings:
         section = _Section(settings, result)
@@ -160,7 +160,7 @@ class _Section:
         size = min(size, hidden)
         self.set("hidden_size", size)
         self._state_heads(size)
-        # a second name for the hidden size, such as the size of the embeddings
+        # Other keys with the same number are the hidden size again, such as the size of the embeddings.
         for key, value in list(self.settings.items()):
             is_width = re.search(r"dim$|size$|width$|d_model", key) and not _INNER.search(key)
             if value == hidden and key != self.name("hidden_size") and is_width:
