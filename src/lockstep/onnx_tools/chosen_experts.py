@@ -90,6 +90,7 @@ def _gather(graph: ir.Graph, mixture: _AllExperts) -> None:
     in_features = sizes_of(mixture.first.inputs[1])[1]
     out_features = sizes_of(mixture.second.inputs[1])[2]
     writer = GraphWriter(graph, f"{name}/chosen", before=mixture.first)
+    # The scores of the chosen ones alone, [num_tokens, per_token]; other activations only shape those of all.
     for node in mixture.activations:
         if node.op_type in ("Cast", "Sigmoid"):
             scores = writer.copy(node, scores, name=f"{node.name}/chosen")

@@ -12,10 +12,9 @@ runs the steps in order: pieces as engines or kernels, products by kernels that 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import onnx
 import onnx_ir as ir
 
@@ -93,6 +92,7 @@ class _Cut:
         self._inputs = [str(value.name) for value in self._graph.inputs]
         self._outputs = [str(value.name) for value in self._graph.outputs]
         self._values = _values(self._graph)
+        # Inputs with a dynamic dimension are activations, the others weights.
         self._level = {str(value.name): 0 for value in self._graph.inputs if not all(sizes_of(value))}
         for node in self._graph:
             product = products.get(str(node.outputs[0].name))
@@ -142,6 +142,7 @@ class _Cut:
             for outputs in self._outputs_of_pieces(level):
                 steps.append(len(pieces))
                 pieces.append(self._piece(outputs, level, len(pieces)))
+            # Products of one input and form are one step: a kernel computes them together.
             groups: dict[tuple, list[Product]] = {}
             for product in self._products.values():
                 if self._level[product.output] == level + 1:
@@ -152,6 +153,7 @@ class _Cut:
         for piece in pieces:
             crossing.update(value.name for value in (*piece.graph.input, *piece.graph.output))
         shapes = {name: self._shape(name) for name in sorted(crossing.difference(self._outputs, self._inputs))}
+        # Without the leading ones before the dimension of rows.
         inner = {name: shape[[*map(type, shape)].index(str) :] for name, shape in shapes.items()}
         return CutGraph(tuple(pieces), tuple(steps), inner)
 
@@ -163,10 +165,11 @@ class _Cut:
         """Return the values of a level, without products and inputs, that other steps or the outputs need."""
         needed = [*self._all_activations(), *self._outputs]
         between = self._upstream(needed, set(self._products))
-        for node in reversed(self._graph):  # those that are no part of a product
+        for node in reversed(self._graph):
             name = str(node.outputs[0].name)
             if between.isdisjoint(_names(node.outputs)) or name in self._products:
                 continue
+            # Its operands cross a cut if another level computes it, or each piece that reads it again.
             is_elsewhere = self._level.get(name, level) != level
             if is_elsewhere or (name in self._recomputed and name in needed):
                 needed += _names(node.inputs)
@@ -199,7 +202,7 @@ class _Cut:
         piece = self._model.clone()
         graph = piece.graph
         values = _values(graph)
-        order = [*values]
+        order = [*values]  # of the graph: a set's would change the bytes from run to run
         inputs = []
         for name in sorted(read, key=order.index):
             if name not in self._inputs:  # replace the value by an input of its name, which cuts off its maker
@@ -252,7 +255,7 @@ class _Cut:
     def _inferred(self) -> Mapping[str, ir.Value]:
         """Return {name: value} with types and shapes.
 
-        ONNX's inference cannot handle `MatMulNBits` and products of experts, so a Gemm replaces each.
+        ONNX's inference knows no `MatMulNBits` and no product of experts, so a Gemm of the same shapes replaces each.
         """
         copy = self._model.clone()
         graph = copy.graph
@@ -260,7 +263,6 @@ class _Cut:
             product = self._products.get(str(node.outputs[0].name))
             if node.op_type != "MatMulNBits" and not is_expert_product(node):
                 continue
-            # Shape inference knows no quantized product, and none of experts: a Gemm of the same shapes stands in.
             product = product or required(_product(node))
             experts = product.experts
             shape = [product.out_features, product.in_features]
@@ -330,7 +332,9 @@ def _product(node: ir.Node) -> Product | None:
         return None
     if names[1].endswith((A_SUFFIX, B_SUFFIX)):  # of adapters, which are terms of a product
         return None
-    in_features, out_features = sizes_of(slot) if transposed else reversed(sizes_of(slot))
+    in_features, out_features = sizes_of(slot)
+    if not transposed:
+        out_features, in_features = sizes_of(slot)
     return Product(names[0], out, (names[1],), 16, 0, in_features, out_features, transposed=transposed)
 
 
@@ -384,20 +388,3 @@ def _with_lora(graph: ir.Graph, products: Mapping[str, Product]) -> dict[str, Pr
             lora = Lora(a, b, *adapter_columns(equal), rows)
             adapted[bases[0]] = dataclasses.replace(product, output=str(node.outputs[0].name), lora=lora)
     return adapted
-
-
-Pieces = Callable[[int, Mapping[str, np.ndarray]], Mapping[str, np.ndarray]]
-Multiply = Callable[[Product, Mapping[str, np.ndarray]], np.ndarray]
-
-
-def run_cut(
-    steps: Sequence[int | tuple[Product, ...]], feeds: Mapping[str, np.ndarray], run_piece: Pieces, multiply: Multiply
-) -> dict[str, np.ndarray]:
-    values = dict(feeds)
-    for step in steps:
-        if isinstance(step, int):
-            values.update(run_piece(step, values))
-        else:
-            for product in step:
-                values[product.output] = multiply(product, values)
-    return values

@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.group_experts import ExpertProduct, expert_products
 from lockstep.onnx_tools.products import ExpertWeight
-from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, infer_types, run_passes
+from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, infer_types
 from lockstep.onnx_tools.values import array_of, attribute, maker, required, sizes_of
 
 DOMAIN = "lockstep"
@@ -43,7 +42,7 @@ class ExpertProducts(Pass):
 
 
 class FewExperts(Pass):
-    """Give products at most `count` experts; the chosen ids are taken modulo `count`.
+    """Give products at most `count` experts, for a trial with random weights; chosen ids are taken modulo `count`.
 
     The chosen experts become outputs, under the names by which products read them.
     """
@@ -87,10 +86,6 @@ class FewExperts(Pass):
         return PassResult(model, bool(products))
 
 
-def with_few_experts(model: onnx.ModelProto, count: int) -> onnx.ModelProto:
-    return run_passes(model, FewExperts(count))
-
-
 def _id_readers(product: ExpertProduct) -> list[ir.Node]:
     """Return the nodes of a product that read its ids: the gathers, or the reshape in front of a quantised one."""
     if not product.is_quantized:
@@ -111,7 +106,9 @@ def _write(graph: ir.Graph, product: ExpertProduct) -> None:
     if rows is None:
         rows = writer.op("Reshape", product.rows, [-1, per_token * weight.in_features])
     flat = writer.op(OPERATOR, rows, ids, *slots, result=f"{out.name}/flat", domain=DOMAIN, **settings)
-    shape = [-1, weight.out_features, 1] if product.is_first else [-1, 1, weight.out_features]
+    shape = [-1, 1, weight.out_features]
+    if product.is_first:
+        shape = [-1, weight.out_features, 1]
     writer.op("Reshape", flat, shape, name=product.node.name, replaces=out)
 
 
@@ -121,12 +118,12 @@ def _weight(graph: ir.Graph, product: ExpertProduct) -> tuple[ExpertWeight, Sequ
     slots = product.stacks
     if product.is_quantized:
         bits, group_size = (attribute(product.gathers[0], name) for name in ("bits", "block_size"))
-        return ExpertWeight(
-            _names(slots), experts, columns * group_size, rows, bits, group_size, "integers", True
-        ), slots
+        in_features = columns * group_size  # columns: groups
+        return ExpertWeight(_names(slots), experts, in_features, rows, bits, group_size, "integers", True), slots
     if not product.decode:
-        sizes = (columns, rows) if product.transposed else (rows, columns)  # in_features, out_features
-        return ExpertWeight(_names(slots), experts, *sizes, 16, 0, "floats", product.transposed), slots
+        if product.transposed:  # [out_features, in_features]
+            return ExpertWeight(_names(slots), experts, columns, rows, 16, 0, "floats", True), slots
+        return ExpertWeight(_names(slots), experts, rows, columns, 16, 0, "floats", False), slots
     decoded_shape = array_of(product.decode[-1].inputs[1])
     slots = tuple(sorted(slots, key=lambda slot: -len(sizes_of(slot))))  # codes, exponents
     is_mxfp4 = sorted(node.op_type for node in product.decode) == _MXFP4 and product.transposed and len(slots) == 2
@@ -161,7 +158,7 @@ def _ids(graph: ir.Graph, product: ExpertProduct) -> tuple[ir.Value, int]:
 
 def _token_rows(value: ir.Value, sizes: tuple[int, int]) -> ir.Value | None:
     """Return the value [num_tokens, in_features] whose rows are repeated for a token's experts; None without one."""
-    is_expanded = False
+    is_expanded = False  # upwards: the first matrix above an Expand to all experts has the rows that it repeats
     while (node := value.producer()) is not None:
         if node.op_type == "Expand":
             is_expanded = value.shape is not None and tuple(value.shape)[1:] == sizes

@@ -50,6 +50,7 @@ def product_of(node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value] | None:
     """Return (activation, data, scales) of a product by its last node; None for another node."""
     if node.op_type != "Mul":
         return None
+    # Up from the scaled sums; the weight is read where the walk passes the Gemm.
     data = None
     activation = node.inputs[0]
     for operator in _CHAIN:

@@ -85,10 +85,10 @@ class GraphRunner(abc.ABC):
         attention = self.assembly.variants[variant]
         signature = attention.phases()[phase].signature
         shards = attention_shards(attention, ranks.degree)
+        declared = [io.name for io in signature.inputs if io.name in inputs]
         outputs = []
         for rank in range(ranks.degree):
-            names = [io.name for io in signature.inputs if io.name in inputs]
-            rank_inputs = {name: _shard(shards.get(name), inputs[name], rank) for name in names}
+            rank_inputs = {key: _shard(shards.get(key), inputs[key], rank) for key in declared}
             outputs.append(self.run_graph(name, rank_inputs, {}))
         return _join_shards(signature, shards, outputs)
 

@@ -124,8 +124,8 @@ def expert_product(node: ir.Node) -> ExpertProduct | None:
             transposed = not transposed
         rows = required(node.inputs[1 - position])
         gathers, decode = _gathers_and_decoding(weight)
-        is_product = bool(gathers)
-        if decode:
+        is_product = False
+        if decode:  # a weight has its shape only after decoding
             is_product = _is_reshape(decode[-1])
         elif gathers:
             is_product = _is_weight(required(gathers[0].inputs[0]), 3)
@@ -203,6 +203,7 @@ class _Order:
         self.counts = writer.op("ScatterElements", zeros, flat, one_per_row, reduction="add")
         self.has_rows = writer.op("Greater", self.counts, zeros)
         numbers = writer.op("Range", np.int64(0), writer.op("Squeeze", size), np.int64(1))
+        # The inverse permutation: back[order[i]] = i.
         self.back = writer.op("ScatterElements", self.order, self.order, numbers)
 
 

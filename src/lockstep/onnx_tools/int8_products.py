@@ -60,6 +60,7 @@ def _split_expert_rows(graph: ir.Graph, expert_split: ir.Node, first: ir.Node) -
     (out,) = join.outputs
     group_size = attribute(first, "block_size")
     split = _split(graph, expert_split, rows, attribute(first, "K"), group_size, by_row=True)
+    # Each row is two now, and the experts' parts stay whole.
     doubled = GraphWriter(graph, f"{rows.name}/counts", before=expert_split).op("Mul", counts, np.int64(2))
     expert_split.replace_input_with(0, split)
     expert_split.replace_input_with(1, doubled)

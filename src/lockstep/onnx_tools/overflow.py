@@ -42,7 +42,7 @@ class Overflow:
         """
         where = "the embedding"
         if layer is not None:
-            if layer and self.ends_layer:
+            if layer and self.ends_layer:  # a block begins with the rest of the layer before
                 layer -= 1
             where = f"layer {layer}"
         name = "the hidden state" if self.name.startswith("hidden") else self.name
@@ -105,14 +105,15 @@ def with_infinities(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> 
     nodes = []
     for node in wide.graph.node:
         nodes.append(node)
-        for place, name in enumerate(node.output):
+        for position, name in enumerate(node.output):
             if name not in makers:
                 continue
             in_float32 = f"{prefix} {name}"
-            node.output[place] = in_float32
+            node.output[position] = in_float32
             nodes.append(helper.make_node("Abs", [in_float32], [f"{in_float32} magnitude"]))
             nodes.append(helper.make_node("Greater", [f"{in_float32} magnitude", largest], [f"{in_float32} exceeds"]))
             nodes.append(helper.make_node("Where", [f"{in_float32} exceeds", infinity, in_float32], [name]))
+    # Copies: emptying the list frees the nodes that were in it.
     copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
     del wide.graph.node[:]
     wide.graph.node.extend(copies)

@@ -60,7 +60,7 @@ def prepare(
         fusion = FuseProjections(parts)
         rewritten = run_passes(rewritten, fusion)
         parts = fusion.parts
-    if adapter_rows:  # are added to weights that are fused already
+    if adapter_rows:  # after fusing: rows of A are added to the fused weights
         shrinking = ShrinkInRows(parts)
         rewritten = run_passes(rewritten, IdsAsMask(), shrinking)
         parts = shrinking.parts

@@ -30,7 +30,7 @@ _BF16 = 2**-7  # its eps
 def rotary(decode: onnx.ModelProto, variant: AttentionVariant) -> onnx.ModelProto:
     """Cut RoPE out of a decode graph. Raises CheckError where the graph is not RoPE and then attention."""
     wide = widened(decode)
-    eps = _BF16 if wide is not decode else None  # the scale was rounded to bf16
+    eps = None if wide is decode else _BF16  # the scale was rounded to bf16 before the graph was widened
     cut_rope = CutRope(variant, eps)
     cut = run_passes(wide, cut_rope)
     _check(wide, cut, dataclasses.replace(variant, scale=cut_rope.scale))

@@ -47,7 +47,7 @@ def open_session(model: Path | bytes, threads: int | None = None) -> ort.Inferen
     settings.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     settings.intra_op_num_threads = threads or 0
     settings.enable_cpu_mem_arena = False  # it would keep the casts of weights, of every graph
-    # pools of several sessions would fight for the cores
+    # Idle threads that spin would take the cores from other sessions' pools.
     settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
     settings.log_severity_level = 3
     source: bytes | str

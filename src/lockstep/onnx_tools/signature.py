@@ -19,7 +19,7 @@ def declared_activations(model: onnx.ModelProto) -> str | None:
 
 def signature_of(graph: onnx.GraphProto, slots: Collection[str] = ()) -> Signature:
     """Return the graph's inputs other than constants, its outputs, and the inputs that `slots` names."""
-    constants = {tensor.name for tensor in graph.initializer}
+    constants = {tensor.name for tensor in graph.initializer}  # which may be listed as inputs too
     inputs = [io_of(value) for value in graph.input if value.name not in constants]
     return Signature(
         inputs=tuple(io for io in inputs if io.name not in slots),

@@ -59,7 +59,7 @@ def to_proto(model: ir.Model) -> onnx.ModelProto:
 
 def remove_unused(graph: ir.Graph, keep_inputs: bool = False) -> None:
     """Remove the nodes, constants and, unless they are kept, inputs that nothing reads."""
-    for node in reversed(graph):
+    for node in reversed(graph):  # readers first: then nothing reads what they read
         if not any(map(is_read, node.outputs)):
             graph.remove(node, safe=True)
     for value in [value for value in graph.initializers.values() if not is_read(value)]:
@@ -78,7 +78,7 @@ def infer_types(model: ir.Model) -> None:
     for node in model.graph:
         for value in node.outputs:
             values[value.name] = value
-            if not value.is_graph_output():
+            if not value.is_graph_output():  # what an earlier pass wrote may be wrong by now
                 value.type = None
                 value.shape = None
     for info in with_types(to_proto(model)).graph.value_info:
@@ -91,7 +91,7 @@ def replace(value: ir.Value, new: ir.Value, keep: ir.Node | None = None) -> None
     new.name = value.name
     new.type = value.type
     new.shape = value.shape
-    if keep is not None:
+    if keep is not None:  # the value stays in the graph, where names are unique
         value.name = f"{value.name}/before"
     kept_uses = [(node, index) for node, index in value.uses() if node is keep]
     value.replace_all_uses_with(new, replace_graph_outputs=True)
@@ -207,7 +207,7 @@ class GraphWriter:
             self.graph.insert_before(self._before, node)
         elif self._after is not None:
             self.graph.insert_after(self._after, node)
-            self._after = node
+            self._after = node  # the next one follows this one
         else:
             self.graph.append(node)
 

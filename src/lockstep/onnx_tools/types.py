@@ -28,7 +28,7 @@ def with_types(model: ModelProto) -> ModelProto:
     for node in graph.node:
         if node.op_type == "GatherBlockQuantized":  # unknown to ONNX: its result has a row for each id
             data, ids = node.input[:2]
-            if data in makers:  # a Reshape
+            if data in makers:  # a Reshape, of a stack of experts
                 stored = constants[makers[data].input[1]].tolist()
             else:
                 stored = dims_of(inputs[data])

@@ -83,7 +83,7 @@ def test_onnx_runtime_alone_leaves_what_the_tests_look_for(recorder: Recorder) -
 
 
 @pytest.mark.parametrize(
-    "module", some(["onnx_tools.sessions", "backends.onnxruntime.backend", "onnx_tools.comparator"])
+    "module", some(["onnx_tools.sessions", "backends.onnxruntime.backend", "verify.validate.polygraphy_checks"])
 )
 def test_what_imports_onnx_runtime_switches_its_telemetry_off_first(recorder: Recorder, module: str) -> None:
     run(f"import lockstep.{module}, onnxruntime", clean(recorder))

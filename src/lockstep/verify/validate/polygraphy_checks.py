@@ -17,16 +17,17 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon  # noqa: F401  lint needs it, and without it would offer to install it
 from polygraphy.backend.base import BaseRunner
+from polygraphy.backend.onnxrt import OnnxrtRunner
 from polygraphy.common import TensorMetadata
 from polygraphy.comparator import Comparator, SimpleCompareFunc
 from polygraphy.exception import PolygraphyException
+from polygraphy.logger import G_LOGGER
 from polygraphy.tools.args import OnnxrtSessionArgs
 from polygraphy.tools.check.subtool.lint import Lint
 
 from lockstep.artifacts.reports import ForwardError, Linted
 from lockstep.artifacts.signature import IO, concrete_shape
 from lockstep.errors import CheckError
-from lockstep.onnx_tools.comparator import metadata, one_line, quiet
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.verify.metrics import finite, largest
 
@@ -39,7 +40,7 @@ def check_model(path: Path, model: onnx.ModelProto) -> None:
     try:
         onnx.checker.check_model(model, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        raise CheckError(f"{path}: the ONNX checker refuses this graph: {one_line(error)}") from error
+        raise CheckError(f"{path}: the ONNX checker refuses this graph: {_one_line(error)}") from error
 
 
 def lint(path: Path, file: Path, inputs: Sequence[IO]) -> Linted:
@@ -59,23 +60,25 @@ def lint(path: Path, file: Path, inputs: Sequence[IO]) -> Linted:
     parser = tool.setup_parser()
     tool.arg_groups[OnnxrtSessionArgs] = _Sessions(file)
     args = parser.parse_args([str(file), "--silent", "--input-shapes", *shapes, "--val-range", *ranges])
-    with quiet():
+    with G_LOGGER.verbosity(G_LOGGER.CRITICAL):
         try:
             tool.parse(args)
             status = tool.run(args)
         except PolygraphyException as error:
-            raise CheckError(f"{path}: Polygraphy lint: {one_line(error)}") from error
+            raise CheckError(f"{path}: Polygraphy lint: {_one_line(error)}") from error
     entries = tool.report.lint_entries
     # Entries of onnx_graphsurgeon are inputs and nodes without effect.
     serious = [entry for entry in entries if entry["level"] == "exception" or entry["source"] == "onnx_graphsurgeon"]
     if status and not serious:
         serious = [{"message": "failed without a message"}]
     if serious:
-        message = one_line(serious[0]["message"])
+        message = _one_line(serious[0]["message"])
         for node in serious[0].get("nodes", [])[:1]:
             message = f"node {node}: {message}"
         raise CheckError(f"{path}: Polygraphy lint: {message}")
-    return Linted(len(tool.report.summary["passing"]), tuple(sorted({one_line(entry["message"]) for entry in entries})))
+    return Linted(
+        len(tool.report.summary["passing"]), tuple(sorted({_one_line(entry["message"]) for entry in entries}))
+    )
 
 
 class _Sessions(OnnxrtSessionArgs):
@@ -106,13 +109,48 @@ class FunctionRunner(BaseRunner):
         self._function = function
 
     def get_input_metadata_impl(self) -> TensorMetadata:
-        return metadata(self._inputs)
+        return _metadata(self._inputs)
 
     def infer_impl(self, feed_dict: Mapping[str, np.ndarray]) -> OrderedDict[str, np.ndarray]:
         start = time.perf_counter()
         outputs = OrderedDict(logits=self._function(feed_dict))
         self.inference_time = time.perf_counter() - start
         return outputs
+
+
+class BoundRunner(OnnxrtRunner):
+    """Polygraphy's ONNX Runtime runner that adds weights to the inputs, and keeps them while it is active."""
+
+    def __init__(self, name: str, inputs: Sequence[IO], session: Any, weights: Callable[[], Mapping[str, np.ndarray]]):
+        super().__init__(session, name=name)
+        self._declared = inputs
+        self._read_weights = weights
+        self._weights: Mapping[str, np.ndarray] = {}
+
+    def activate_impl(self) -> None:
+        super().activate_impl()
+        self._weights = self._read_weights()
+
+    def deactivate_impl(self) -> None:
+        self._weights = {}
+        super().deactivate_impl()
+
+    def get_input_metadata_impl(self) -> TensorMetadata:
+        return _metadata(self._declared)
+
+    def infer_impl(self, feed_dict: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        return super().infer_impl({**feed_dict, **self._weights})
+
+
+def _metadata(inputs: Sequence[IO]) -> TensorMetadata:
+    """Return declared inputs in Polygraphy's form; None is a dynamic dimension."""
+    types = TensorMetadata()
+    for io in inputs:
+        sizes: list[int | None] = []
+        for dim in io.shape:
+            sizes.append(None if isinstance(dim, str) else dim)
+        types.add(io.name, io.numpy_dtype, tuple(sizes))
+    return types
 
 
 def compare(
@@ -127,12 +165,12 @@ def compare(
     against = len(runners) - 1
     function = SimpleCompareFunc(atol=tolerance, rtol=0.0, check_error_stat="max")
     try:
-        with quiet():
+        with G_LOGGER.verbosity(G_LOGGER.CRITICAL):
             results = Comparator.run(list(runners), data_loader=[OrderedDict(feed) for feed in feeds])
             pairs = [(index, against) for index in range(against)]
             (errors,) = Comparator.compare_accuracy(results, comparisons=pairs, compare_func=[function])
     except PolygraphyException as error:
-        raise CheckError(f"Comparator: {one_line(error)}") from error
+        raise CheckError(f"Comparator: {_one_line(error)}") from error
     errors_by_output: dict[str, ForwardError] = {}
     for pair, compared in errors.items():
         outcomes = list(itertools.chain.from_iterable(outputs.values() for outputs in compared))
@@ -140,3 +178,7 @@ def compare(
         passed = bool(outcomes) and all(map(bool, outcomes)) and worst is not None
         errors_by_output[pair[0]] = ForwardError(worst, noise, tolerance, passed)
     return errors_by_output
+
+
+def _one_line(error: object) -> str:
+    return " ".join(str(error).split())

@@ -35,7 +35,6 @@ from lockstep.artifacts.reports import (
 )
 from lockstep.errors import CheckError, InputError
 from lockstep.export.tracer import only_layers
-from lockstep.onnx_tools.comparator import BoundRunner
 from lockstep.onnx_tools.judge import max_abs_error, wrong
 from lockstep.tolerances import Tolerances
 from lockstep.verify.boundaries import config_lengths, edges, synthetic_past
@@ -45,7 +44,7 @@ from lockstep.verify.records import Record
 from lockstep.verify.rounded import noisy
 from lockstep.verify.validate.beyond import check_adapter_slots, check_magnitudes
 from lockstep.verify.validate.parity import embedding_error, forward, layer_errors, where, wrong_layers
-from lockstep.verify.validate.polygraphy_checks import FunctionRunner, check_model, compare, lint
+from lockstep.verify.validate.polygraphy_checks import BoundRunner, FunctionRunner, check_model, compare, lint
 from lockstep.verify.validate.torch_trace import TorchModel
 from lockstep.weights import Weights
 

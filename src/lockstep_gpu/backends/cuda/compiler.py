@@ -17,8 +17,8 @@ from lockstep.artifacts.adapters import A_SUFFIX, B_SUFFIX, IDS
 from lockstep.artifacts.signature import IO
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.chosen_experts import ChosenExperts
-from lockstep.onnx_tools.cut_products import CutGraph, cut_products, run_cut
-from lockstep.onnx_tools.expert_products import with_few_experts
+from lockstep.onnx_tools.cut_products import CutGraph, cut_products
+from lockstep.onnx_tools.expert_products import FewExperts
 from lockstep.onnx_tools.judge import Bound, measure, peak, wrong
 from lockstep.onnx_tools.prepare import random_inputs
 from lockstep.onnx_tools.products import Experts, Product
@@ -165,7 +165,7 @@ def _check_same(model: onnx.ModelProto, cut: CutGraph) -> None:
     """Run a float32 graph and its pieces and products, which round nothing here, on the same random numbers."""
     choices = {product.experts.ids for product in _products(cut) if product.experts is not None}
     if choices:
-        model = with_few_experts(model, _EXPERTS_TRIED)
+        model = run_passes(model, FewExperts(_EXPERTS_TRIED))
     feeds = random_inputs(model)
     for product in _products(cut):
         # Random scales are replaced by small ones: large activations would hide an error below the tolerance.
@@ -176,13 +176,15 @@ def _check_same(model: onnx.ModelProto, cut: CutGraph) -> None:
             feeds[product.slots[1]] = scales * np.float32(product.group_size**-0.5 / (1 << product.bits - 1))
     expected = compute(model, feeds)
     sessions = [open_session(piece.SerializeToString()) for piece in cut.pieces]
-
-    def run_piece(number: int, values: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        session = sessions[number]
-        inputs = {value.name: values[value.name] for value in session.get_inputs()}
-        return dict(zip([value.name for value in session.get_outputs()], session.run(None, inputs)))
-
-    results = run_cut(cut.steps, feeds, run_piece, multiply)
+    results = dict(feeds)
+    for step in cut.steps:
+        if isinstance(step, int):
+            session = sessions[step]
+            inputs = {value.name: results[value.name] for value in session.get_inputs()}
+            results.update(zip([value.name for value in session.get_outputs()], session.run(None, inputs)))
+        else:
+            for product in step:
+                results[product.output] = multiply(product, results)
     kind = "fp8" if any(product.is_fp8 for product in _products(cut)) else "*"
     bound = Bound(KERNELS[kind])
     # Scores that are nearly equal may be rounded to another order. Such a row has other experts and is not compared.
