@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from lockstep.report import renew
+from lockstep.report import summary
 from lockstep.targets import Results, Target
 from lockstep.workflow.job import logged
 
 with logged(snakemake):
     targets = [Target.parse(name) for name in snakemake.params.targets]
     results = Results(Path(snakemake.output[0]).parent)
-    renew.summarise(results, targets, dict(snakemake.params.not_run))
+    summary.summarise(results, targets, dict(snakemake.params.not_run))

@@ -1,8 +1,4 @@
-"""The report of `lockstep bisect`.
-
-All measurements, and each graph or engine that is off. JSON in and out. An error of None is not finite: NaN or
-infinity.
-"""
+"""The report of `lockstep bisect`, JSON in and out. An error of None is not finite: NaN or infinity."""
 
 from __future__ import annotations
 

@@ -369,7 +369,7 @@ def _entries(kind: Any) -> tuple[_Entry, ...]:
 
 def _object_reader(kind: type) -> Read:
     entries = _entries(kind)
-    named_entries = [entry for entry in entries if not _is_spread(entry)]
+    named_entries = [entry for entry in entries if entry.mark not in (Mark.INLINED, Mark.OTHERS)]
     required = {entry.key for entry in named_entries if entry.default is MISSING}
     plain = [(entry.name, entry.key, reader(entry.kind)) for entry in named_entries]
     inner = [(entry.name, reader(entry.kind)) for entry in entries if entry.mark is Mark.INLINED]
@@ -412,10 +412,6 @@ def _keys(kind: Any) -> set[str]:
         elif entry.mark is not Mark.OTHERS:
             keys.add(entry.key)
     return keys
-
-
-def _is_spread(entry: _Entry) -> bool:
-    return entry.mark in (Mark.INLINED, Mark.OTHERS)
 
 
 @functools.cache

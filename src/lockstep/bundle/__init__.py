@@ -1,4 +1,1 @@
-"""Bundles: an engine set in one file, the same bytes each time.
-
-`pack` writes one; `opened` opens it, where only its backend need be installed.
-"""
+"""Bundles: an engine set in one file, the same bytes each time. `pack` writes one; `opened` opens it."""

@@ -1,7 +1,4 @@
-"""The `lockstep` command: its subcommands, put together.
-
-Imports are in the commands, so that `--help` does not load the libraries of all of them.
-"""
+"""The `lockstep` command. Its subcommands import inside, so that `--help` does not load all their libraries."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def _collect(tree: Results) -> Summary:
 @RESULTS
 def report(as_json: bool, results: Path) -> None:
     """Write the summary and the report's pages again."""
-    from lockstep.report.renew import summarise
+    from lockstep.report.summary import summarise
 
     tree = Results(results)
     config = used_config(tree)

@@ -1,7 +1,4 @@
-"""Checks between keys of the config, and against a model's `config.json`.
-
-They yield mistakes as `Problem`s.
-"""
+"""Checks between keys of the config, and with a model's `config.json`, which yield `Problem`s."""
 
 from __future__ import annotations
 

@@ -235,9 +235,6 @@ class Config(Section):
         if problems:
             raise InputError(f"config: {join(Config, problems)}")
 
-    def is_built(self, target: Target) -> bool:
-        return self.why_not_built(target) is None
-
     def why_not_built(self, target: Target) -> str | None:
         """Return why a target's engines are not built here; None where they are. See `skip_missing_precisions`."""
         return self._lacking(target.precision, target.backend) or self._cannot_build(target.backend)

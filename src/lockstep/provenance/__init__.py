@@ -1,4 +1,1 @@
-"""Statements and locks of artefacts.
-
-How each artefact was made (`statements`), its locked digest (`lock`), and whether it matches (`verify`).
-"""
+"""How artefacts were made (`statements`), their locked digests (`lock`), whether they match (`verify`)."""

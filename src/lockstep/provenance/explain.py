@@ -1,7 +1,4 @@
-"""Explain which artefacts of a target a run would rebuild, and why.
-
-The build keys of the statements are compared with those of a run now.
-"""
+"""Explain what a run would rebuild of a target: build keys of statements compared with those of a run now."""
 
 from __future__ import annotations
 

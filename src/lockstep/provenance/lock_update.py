@@ -1,7 +1,4 @@
-"""The changes that `lockstep lock` makes to a lock, and which of them make a check looser.
-
-A finished results tree and the old lock in; the new lock, and a line for each change, out.
-"""
+"""The changes that `lockstep lock` makes to a lock, and which of them make a check looser."""
 
 from __future__ import annotations
 

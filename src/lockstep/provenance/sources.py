@@ -1,7 +1,4 @@
-"""The user's files that stages read, and their changes since.
-
-A job and the places of its model's files in; the files, or their changes, out. Digests decide, not dates.
-"""
+"""The user's files that stages read, and their changes since: digests decide, not dates."""
 
 from __future__ import annotations
 

@@ -58,7 +58,8 @@ def push(bundle: Path, reference: Reference, plain_http: bool = False) -> Pushed
     with tarfile.open(bundle) as tar:
         files = [Entry.of_bytes(MANIFEST, archive.manifest.to_bytes())]
         for name, member in archive.members.items():
-            files.append(Entry(name, member.size, member.sha256, functools.partial(_member, tar, name)))
+            content = functools.partial(tar.extractfile, name)
+            files.append(Entry(name, member.size, member.sha256, cast(Callable[[], BinaryIO], content)))
         layers = tuple(_layer(file) for file in files)
         uploaded = [
             file.name for file, layer in zip(files, layers) if repository.put_blob(layer.digest, layer.size, file.open)
@@ -70,10 +71,6 @@ def push(bundle: Path, reference: Reference, plain_http: bool = False) -> Pushed
             _attach(repository, subject, kind, path_of(bundle))
             uploaded.append(path_of(bundle).name)
     return Pushed(str(replace(reference, digest=None)), subject.digest, tuple(uploaded))
-
-
-def _member(tar: tarfile.TarFile, name: str) -> BinaryIO:
-    return cast(BinaryIO, tar.extractfile(name))
 
 
 def _layer(file: Entry) -> Descriptor:
@@ -141,10 +138,10 @@ def pull(reference: Reference, out: Path, plain_http: bool = False) -> str:
     expected = {file.path: (file.size, f"sha256:{file.sha256}") for file in listed.files}
     if {name: (layer.size, layer.digest) for name, layer in layers.items()} != expected:
         raise InputError(f"{reference}: expected the files that {MANIFEST} lists, found others; push the bundle again")
-    files = [
-        Entry(file.path, file.size, file.sha256, functools.partial(_blob, repository, layers[file.path], file.path))
-        for file in listed.files
-    ]
+    files = []
+    for file in listed.files:
+        content = functools.partial(repository.open_blob, layers[file.path], file.path)
+        files.append(Entry(file.path, file.size, file.sha256, cast(Callable[[], BinaryIO], content)))
     attached = _attached(repository, digest)  # first, so that an error leaves no bundle without its signatures
     out.parent.mkdir(parents=True, exist_ok=True)
     write_archive(out, listed.about, files)
@@ -154,10 +151,6 @@ def pull(reference: Reference, out: Path, plain_http: bool = False) -> str:
         else:  # of an earlier bundle of this name
             path_of(out).unlink(missing_ok=True)
     return digest
-
-
-def _blob(repository: Repository, layer: Descriptor, name: str) -> BinaryIO:
-    return cast(BinaryIO, repository.open_blob(layer, name))
 
 
 def _attached(repository: Repository, digest: str) -> dict[str, bytes]:

@@ -1,7 +1,4 @@
-"""When and where a report was written, and with which versions its results were made.
-
-For readers of the page alone: nothing of this is in a file that is hashed or locked.
-"""
+"""When, where and with which versions results were made, for readers: nothing here is hashed or locked."""
 
 from __future__ import annotations
 

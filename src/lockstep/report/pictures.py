@@ -1,7 +1,4 @@
-"""The charts of each page: details of targets and jobs in, a drawing for each question out.
-
-Errors are on logarithmic scales, next to the noise of the precision.
-"""
+"""The charts of each page: a drawing for each question; errors on logarithmic scales, next to rounding."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What changed since the lock, and whether that is bad.
-
-A results tree and the lock of its model in; a line for each difference, and its meaning, out.
-"""
+"""What changed since the lock: a line for each difference, and its meaning, of a results tree and a lock."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ def meanings(changes: Changes) -> list[tuple[str, str, str, Sequence[str]]]:
     ]
 
 
-def since_lock(results: Results, models: Iterable[str], locks: Path) -> dict[str, Changes]:
+def changes_since_lock(results: Results, models: Iterable[str], locks: Path) -> dict[str, Changes]:
     """Return {model: changes} for models with a lock in `locks`.
 
     A locked result that does not exist yet is no change: the table of targets shows it as not run.

@@ -1,10 +1,8 @@
-"""The summary of all targets.
-
-Their manifests in; summary.json, summary.csv, the report's pages and a table for the terminal out.
-"""
+"""The summary: manifests of targets in; summary.json, summary.csv, the report and a table out."""
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import functools
 import io
@@ -13,14 +11,15 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from lockstep.artifacts.files import write_bytes
+from lockstep.artifacts.files import remove_leftovers, write_bytes
 from lockstep.artifacts.summary import Summary, SummaryRow
+from lockstep.errors import InputError
 from lockstep.manifests.manifest_files import content
 from lockstep.report import pages
 from lockstep.report.checks import CHECKS, COLUMNS, FIGURES, RESULTS, Checked, Column, loaded
 from lockstep.report.details import Details, read_details
 from lockstep.report.jobs import job_states
-from lockstep.report.since_lock import Changes
+from lockstep.report.since_lock import Changes, changes_since_lock
 from lockstep.report.verdict import FAIL, NOT_RUN, PASS, headline, overall, reasons, verdict, why_not_here
 from lockstep.targets import Results, Target
 
@@ -59,6 +58,26 @@ def write(
     for target, row in zip(targets, summary.targets):
         write_bytes(results.target_page(target), pages.target(results, target, row, details_of[target], jobs))
     return summary
+
+
+def summarise(results: Results, targets: Sequence[Target], not_run: Mapping[str, str] | None = None) -> Path:
+    """Write the summary and its pages, with the differences from the locks here; return the summary's path."""
+    changes = changes_since_lock(results, [target.model for target in targets], Path("locks"))
+    write(results, targets, changes, not_run)
+    return results.summary()
+
+
+def refresh(results: Results) -> None:
+    """Rewrite an existing summary that is out of date, and remove what a killed process left of it."""
+    with contextlib.suppress(InputError):  # no summary yet, or a damaged one, which `lockstep summary` reports
+        existing = Summary.load(results.summary())
+        targets = [row.target for row in existing.targets]
+        paths = outputs(results, targets)
+        is_complete = all(path.is_file() for path in paths)
+        if not is_complete or collect(results, targets, existing.not_run) != existing:
+            summarise(results, targets, existing.not_run)
+        for path in paths:
+            remove_leftovers(path)
 
 
 def collect(results: Results, targets: Sequence[Target], not_run: Mapping[str, str] | None = None) -> Summary:

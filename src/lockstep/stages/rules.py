@@ -120,7 +120,7 @@ _FUNCTIONS: Mapping[str, Any] = {
 # Which targets have an artefact, by the words of `collected`.
 _COLLECTED: Mapping[str, Any] = {
     "all": lambda config, target: True,
-    "built": lambda config, target: config.is_built(target),
+    "built": lambda config, target: config.why_not_built(target) is None,
     "bounded": lambda config, target: (
         is_quantized(target.precision) and config.models[target.model].golden.max_perplexity_change is not None
     ),

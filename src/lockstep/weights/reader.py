@@ -1,7 +1,4 @@
-"""Weights at run time: a weights manifest in, read-only arrays out.
-
-One memory map a file, no torch, Python 3.10 and NumPy 1.26.
-"""
+"""Weights at run time: a manifest in, read-only arrays of mapped files out. Python 3.10 and NumPy 1.26."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Stream tensors into a safetensors file: a checkpoint's, cast or quantised, or new ones.
-
-Memory: a few pieces, however large the model.
-"""
+"""Stream tensors into a safetensors file: cast, quantised or new ones, in the memory of a few pieces."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def _answer(command: str, question: dict[str, Any]) -> Any:
         from lockstep.workflow.plan import make_plan
 
         return make_plan(question)
-    from lockstep.report.renew import refresh, summarise
+    from lockstep.report.summary import refresh, summarise
     from lockstep.targets import Results, Target
 
     results = Results(Path(question["results"]))

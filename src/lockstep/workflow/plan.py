@@ -70,6 +70,13 @@ def make_plan(question: Mapping[str, Any]) -> dict[str, Any]:
             warnings.append(line)
     targets = collected_targets(config)
     backend_names = sorted({target.backend for target in targets["all"]})
+    jobs_of_models = {}
+    for model, model_paths in models.items():
+        jobs_of_models[model] = {
+            **asdict(model_paths),
+            "is_any_adapter_on_the_hub": bool(params.hub_adapters(config, model)),
+            "tensor_parallel": config.models[model].tensor_parallel,
+        }
     return {
         "cache": config.cache,
         "constraints": {
@@ -84,7 +91,7 @@ def make_plan(question: Mapping[str, Any]) -> dict[str, Any]:
         "not_run": config.not_run(),
         "params": {name: params.table(name, config, targets["all"]) for name in params.names()},
         "stages": _stages(backend_names, config),
-        "models": {model: {**asdict(files), **_of_jobs(config, model)} for model, files in models.items()},
+        "models": jobs_of_models,
         "gpus": {name: _gpus(config, name) for name in backend_names},
         "gpu_models": {name: entry.gpu_model for name, entry in config.devices.items() if entry.gpu_model},
         "endpoints": {name: entry.model_dump(mode="json") for name, entry in config.endpoints.items()},
@@ -122,7 +129,7 @@ def _gpus(config: Config, backend: str) -> int:
 
 def _stages(backend_names: list[str], config: Config) -> dict[str, dict[str, str]]:
     """Return {stage, or stage/backend: digests of code and pinned packages}, a change of which reruns its jobs."""
-    keys = {"summary": stage_key("report.renew")}
+    keys = {"summary": stage_key("report.summary")}
     for name, stage in STAGES.items():
         if "backend" not in stage.wildcards:
             keys[name] = stage_key(stage.module)
@@ -130,13 +137,6 @@ def _stages(backend_names: list[str], config: Config) -> dict[str, dict[str, str
         for backend in backend_names:
             keys[f"{name}/{backend}"] = stage_key(stage.module, config.backend_of(backend))
     return keys
-
-
-def _of_jobs(config: Config, model: str) -> dict[str, Any]:
-    return {
-        "is_any_adapter_on_the_hub": bool(params.hub_adapters(config, model)),
-        "tensor_parallel": config.models[model].tensor_parallel,
-    }
 
 
 def _notes(config: Config) -> list[str]:

@@ -62,7 +62,7 @@ def test_the_kernels_are_part_of_what_runs_them() -> None:
     """Sources that no import names, of the folders of modules and below them."""
     files = names(with_data(reach("stages.golden", "cuda")))
     assert names(SOURCES.rglob("*.cu*")) <= files
-    assert {"lockstep/report/templates/index.html"} <= names(with_data(reach("report.renew")))
+    assert {"lockstep/report/templates/index.html"} <= names(with_data(reach("report.summary")))
 
 
 def test_no_import_is_overlooked() -> None:

@@ -20,7 +20,7 @@ from lockstep.artifacts.statement import BuildKey, Statement, statement_path
 from lockstep.artifacts.summary import Reproduction, Summary
 from lockstep.errors import CheckError
 from lockstep.manifests.manifest_files import content
-from lockstep.report import renew, summary
+from lockstep.report import summary
 from lockstep.stages import STAGES, Job
 from lockstep.targets import Results, Target
 from lockstep.verify.metrics import finish
@@ -246,17 +246,17 @@ def test_a_damaged_report_is_a_reason(results: Results, capsys: pytest.CaptureFi
 
 
 def test_a_summary_is_written_again_when_it_says_something_else(results: Results) -> None:
-    renew.refresh(results)
+    summary.refresh(results)
     assert not results.summary().exists(), "there is none"
     summary.write(results, TARGETS)
     written = results.summary().stat().st_ino
-    renew.refresh(results)
+    summary.refresh(results)
     assert results.summary().stat().st_ino == written
     results.golden("m", "fp16", "all", "onnxruntime").unlink()
-    renew.refresh(results)
+    summary.refresh(results)
     assert [row.golden for row in Summary.load(results.summary()).targets] == ["pass", "not run"]
     results.summary().write_text("{")
-    renew.refresh(results)
+    summary.refresh(results)
     assert results.summary().read_text() == "{", "who reads it says that it is damaged"
 
 
@@ -271,14 +271,14 @@ def test_a_report_that_goes_while_the_summary_is_made_is_not_run(
         raise FileNotFoundError(2, "gone", str(path))
 
     monkeypatch.setattr(summary, "content", content_beside_another_job)
-    renew.summarise(results, TARGETS)
+    summary.summarise(results, TARGETS)
     rows = Summary.load(results.summary()).targets
     assert [row.golden for row in rows] == ["not run"] * 2 and f"{gone} is not there" in str(rows[0].reason)
 
 
 @pytest.mark.parametrize("is_stale", [False, True])
 def test_what_a_killed_process_left_of_a_page_goes(results: Results, is_stale: bool) -> None:
-    renew.summarise(results, TARGETS)
+    summary.summarise(results, TARGETS)
     ended = subprocess.Popen(["true"])
     ended.wait()
     page = results.target_page(TARGETS[0])
@@ -287,5 +287,5 @@ def test_what_a_killed_process_left_of_a_page_goes(results: Results, is_stale: b
         path.write_text("half a page")
     if is_stale:
         results.golden("m", "fp16", "all", "onnxruntime").unlink()
-    renew.refresh(results)
+    summary.refresh(results)
     assert (dead.exists(), living.exists()) == (False, True)
