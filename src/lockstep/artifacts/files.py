@@ -149,7 +149,8 @@ def read_json(path: str | os.PathLike, format: str | None = None, absent: str = 
         check_file(path)
         data = Path(path).read_bytes()
         # Python reads NaN and Infinity as JSON; our own documents have none, other programs' files may.
-        value = json.loads(data, parse_constant=_refuse_constant if format else None)
+        refuse = _refuse_constant if format else None
+        value = json.loads(data, parse_constant=refuse)
         if isinstance(value, dict):
             file_format = value.get("format")
         if isinstance(file_format, str):

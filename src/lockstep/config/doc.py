@@ -76,7 +76,7 @@ With the first line in place, editors that have a YAML language server complete 
 
 A model gives one target for each combination of its layer counts, precisions and backends, named
 `<model>/<precision>/<layers>/<backend>`. Without `/<backend>` the name means the model's first backend.
-Some names are taken by what is next to the models' folders in `results/`: `config.json`, `summary` and `report` with
+Some names are taken by files next to the models' folders in `results/`: `config.json`, `summary` and `report` with
 or without an ending, `logs` and `benchmarks`.
 
 | backend | precisions |
@@ -185,7 +185,7 @@ def _rows(root: Schema, section: Schema, prefix: str) -> Iterator[tuple[str, str
 
 
 def _below(root: Schema, node: Schema, key: str) -> tuple[Schema | None, str]:
-    """Return the section in a key, in its list or by name, and the prefix of its keys; None where there is none."""
+    """Return the section in a key, its list or its mapping, and the prefix of its keys; None without one."""
     if "properties" in node:
         return node, f"{key}."
     if "patternProperties" in node:

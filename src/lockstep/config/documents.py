@@ -89,7 +89,7 @@ def _read_yaml(path: Path, text: str) -> Any:
 
 
 def _unreadable(path: Path, error: OSError) -> str:
-    """Return what is there instead of a file, and how to write the config of a checkpoint."""
+    """Return why a file cannot be read, and how to write the config of a checkpoint."""
     if isinstance(error, FileNotFoundError):
         return "found none; `lockstep init SOURCE` writes one"
     if os.path.isfile(path / "config.json"):  # not Path.is_file: false for a name that is too long

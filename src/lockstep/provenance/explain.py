@@ -74,7 +74,7 @@ def explain_job(job: Job, rebuilt: Mapping[Path, str], sources: Sources) -> Expl
 def _key_now(job: Job, recorded: BuildKey, rebuilt: Mapping[Path, str]) -> BuildKey:
     """Return the build key of a run now.
 
-    Inputs that would be rebuilt first stay as recorded: nobody knows yet what they will be. So do packages and the
+    Inputs that would be rebuilt first stay as recorded: their content is not known yet. So do packages and the
     backend where the library or its device is missing on this machine.
     """
     inputs = {name: content(path) for name, path in job.inputs.items() if path not in rebuilt and path.is_file()}

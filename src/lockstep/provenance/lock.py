@@ -33,7 +33,7 @@ LOCKED = "locked"
 PARAMETERS = "checks"
 CHECKPOINT = "checkpoint"
 ENGINES = "engines"
-_ORIGIN = "source"  # of the checkpoint; not compared, for the same files may lie in another folder
+_ORIGIN = "source"  # of the checkpoint; not compared, for the same files may be in another folder
 Place = str  # such as engines/fp16/onnxruntime/x86_64
 Items = Mapping[str, Any]
 _COMMITTED = "take the lock as it was committed, or delete it; `lockstep lock` writes a new one"
@@ -158,7 +158,7 @@ def collect(results: Path, model: str) -> Lock:
     """Return the lock of a results tree. Raises InputError for a model that is not finished."""
     tree = Results(results)
     config = config_of(results)
-    # A machine has the engines of its own devices only.
+    # A machine has engines only of its devices.
     built = [
         target
         for target in config.targets()

@@ -185,7 +185,7 @@ def _config_of_target(config: Mapping[str, Any], checkpoint: Path, target: Targe
     """Return the config with this target only, the checkpoint's own folder, and no cache."""
     model = config["models"][target.model]
 
-    # A config may expect texts of its own numbers of layers only.
+    # A config may expect texts of the layer counts that it lists.
     def with_expected_of_target(settings: Mapping[str, Any]) -> dict[str, Any]:
         prompts = []
         for prompt in settings["prompts"]:

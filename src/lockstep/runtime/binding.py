@@ -71,7 +71,7 @@ class Binder:
         if shared is not None and len(self._layers) == len(shared.layers):
             return shared
         if shared is not None and len(self._layers) < len(shared.layers):
-            # Only the exit is bound anew: it follows another layer here.
+            # Only the exit is bound again: it follows another layer here.
             exit_block = bind(self.assembly.exit_of(self._layers))
             network = replace(shared, layers=shared.layers[: len(self._layers)], exit=exit_block)
         else:
@@ -151,7 +151,7 @@ def adapted_modules(assembly: Assembly) -> set[str]:
 
 
 class _RankBinder:
-    """The engines of a rank that has a device of its own."""
+    """The engines of a rank on a separate device."""
 
     def __init__(self, engines: EngineSet, assembly: Assembly, layers: Sequence[Layer], rank: int):
         assert assembly.tensor_parallel is not None

@@ -25,7 +25,7 @@ from lockstep.step.residency import Residency
 
 
 class Checkpoint:
-    """Weights, and what comes with them.
+    """The weights of one checkpoint, and the files that belong to them.
 
     Attributes:
         weights_sha256: The digest of the tensors, which does not depend on where the files are.

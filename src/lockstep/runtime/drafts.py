@@ -135,7 +135,7 @@ class Speculation:
         self.failure: str | None = None
         self._drafter = drafter
         self._paces = dict[ActiveChoice, _Pace]()
-        self._pause = 0  # steps for which no drafts are looked for
+        self._pause = 0  # steps without a search for drafts
         self._model: Model
         self._on_host = True
         self._max_tokens = 0  # of a step with drafts

@@ -174,7 +174,7 @@ class EngineCore:
         prompt = np.asarray(request.prompt_ids)
         prefix: list[bytes] = []
         chunk_size = self.scheduler.options.chunk_size
-        # A prompt whose log-probabilities are asked for is computed whole: cached chunks have no logits.
+        # A prompt whose log-probabilities were requested is computed whole: cached chunks have no logits.
         if self.prefix_caching and request.prompt_logprobs is None and len(prompt) > chunk_size:
             # By the adapter's digest: another one may be loaded under the same name later.
             adapter = model.adapters.digest(request.adapter) if model.adapters is not None else None

@@ -332,7 +332,7 @@ class Scheduler:
         """
         self._steps += 1
         step = SchedulerOutput()
-        # Requests that run come first, then those that were swapped out, then new ones: so what has begun ends.
+        # Requests that run come first, then those that were swapped out, then new ones: started ones finish.
         if self.options.admission == "optimistic":
             # `victim` has made room for these pages.
             self.tables.reserve(self._ends_on_new_pages())

@@ -71,7 +71,7 @@ def compare_step_sizes(model: Model, seconds: float = SECONDS) -> StepSizes:
             break
         try:
             agrees = all(list(_agree(model, size, expected)))  # all rows, or slots would stay in use
-        except InputError:  # the KV cache has no room for so many requests
+        except InputError:  # the KV cache is too small for this many requests
             for slot in range(size):
                 model.release(slot)
             break
@@ -110,7 +110,7 @@ def _agree(model: Model, size: int, expected: list[_Alone]) -> Iterator[bool]:
         yield from _same(model.step(prompts[part]), [row.bits[0] for row in rows[part]])
     decoding = [Advance(slot, row.prompt[:1], length) for slot, row in enumerate(rows)]
     yield from _same(model.step(decoding), [row.bits[1] for row in rows])
-    # The last slot begins its prompt anew while the others decode.
+    # The last slot begins its prompt again while the others decode.
     last = size - 1
     if last and last + length <= limit:
         mixed = [Advance(slot, row.prompt[:1], length + 1) for slot, row in enumerate(rows[:last])]
