@@ -34,7 +34,7 @@ def stop_ids(folder: Path, config: Mapping[str, Any], tokenizer_eos: int | None)
     if tokenizer_eos is not None:
         sources[tokenizer_eos].append("the tokenizer")
     limit = model_config.setting(config, ("vocab_size",))
-    if type(limit) is not int:
+    if type(limit) is not int:  # true is an int too, for Python
         limit = float("inf")
     return {token: tuple(sources[token]) for token in sorted(sources) if token < limit}
 

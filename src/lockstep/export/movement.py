@@ -115,6 +115,7 @@ def _move_transposes_after(graph: ir.Graph, node: ir.Node) -> None:
         shape = list(shape_of(output))
         back = node_of("Transpose", [output], shape, output.dtype, [ir.AttrInt64s("perm", _SWAP)])
         output.shape = ir.Shape(shape[::-1])
+        # All readers but the new transpose, which reads the output itself.
         users = [(user, index) for user, index in output.uses() if user is not back]
         for user, index in users:
             user.replace_input_with(index, back.outputs[0])

@@ -73,6 +73,7 @@ def cut_products(model: onnx.ModelProto) -> CutGraph:
         product = _product(node)
         if product is not None:
             products[product.output] = product
+    # A product with adapters ends where these are added: its own result never leaves the kernel.
     for base, product in _with_lora(joined.graph, products).items():
         del products[base]
         products[product.output] = product

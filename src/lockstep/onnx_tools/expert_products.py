@@ -125,7 +125,7 @@ def _weight(graph: ir.Graph, product: ExpertProduct) -> tuple[ExpertWeight, Sequ
             return ExpertWeight(_names(slots), experts, columns, rows, 16, 0, "floats", True), slots
         return ExpertWeight(_names(slots), experts, rows, columns, 16, 0, "floats", False), slots
     decoded_shape = array_of(product.decode[-1].inputs[1])
-    slots = tuple(sorted(slots, key=lambda slot: -len(sizes_of(slot))))  # codes, exponents
+    slots = tuple(sorted(slots, key=lambda slot: -len(sizes_of(slot))))  # codes in groups, then exponents
     is_mxfp4 = sorted(node.op_type for node in product.decode) == _MXFP4 and product.transposed and len(slots) == 2
     if decoded_shape is None or not is_mxfp4:
         raise CheckError(

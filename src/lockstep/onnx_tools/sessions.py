@@ -64,24 +64,16 @@ def open_session(model: Path | bytes, threads: int | None = None) -> ort.Inferen
         from lockstep.onnx_tools.toolkit import run_passes
 
         source = run_passes(onnx.ModelProto.FromString(data), GroupExperts(stacked=True)).SerializeToString()
-
-    def start() -> ort.InferenceSession:
-        return _Session(source, settings, providers=["CPUExecutionProvider"], enable_fallback=0)
-
-    try:
-        return start()
-    except Exception as error:  # ONNX Runtime's errors share no base class
-        failure = error
-    if "use_per_session_threads" in str(failure):  # a process that also runs engines has one pool for all sessions
+    while True:
+        try:
+            return _Session(source, settings, providers=["CPUExecutionProvider"], enable_fallback=0)
+        except Exception as error:  # ONNX Runtime's errors share no base class
+            failure = " ".join(str(error).split())
+            if "use_per_session_threads" not in failure or not settings.use_per_session_threads:
+                raise CheckError(f"{where}ONNX Runtime {ort.__version__} cannot load this graph: {failure}") from error
+        # A process that also runs engines has one pool for all sessions.
         settings.use_per_session_threads = False
         settings.intra_op_num_threads = 0
-        try:
-            return start()
-        except Exception as error:
-            failure = error
-    raise CheckError(
-        f"{where}ONNX Runtime {ort.__version__} cannot load this graph: {' '.join(str(failure).split())}"
-    ) from failure
 
 
 def compute(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

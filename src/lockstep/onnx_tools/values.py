@@ -96,6 +96,7 @@ def upstream(values: Iterable[ir.Value], stops: Collection[ir.Value | ir.Node] =
 
 def reads(node: ir.Node) -> Iterator[ir.Value | None]:
     yield from node.inputs
+    # The body of a Scan or the branch of an If reads values of the graph around it that the node does not list.
     for branch in node.attributes.values():
         if branch.type == ir.AttributeType.GRAPH:
             for inner in branch.as_graph():

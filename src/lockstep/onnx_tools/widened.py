@@ -20,7 +20,7 @@ def widened(model: onnx.ModelProto, narrow: int = TensorProto.BFLOAT16) -> onnx.
     wide = onnx.ModelProto()
     wide.CopyFrom(model)
     changes = _widen_graph(wide.graph, narrow)
-    for function in wide.functions:
+    for function in wide.functions:  # the token mixers of an uncut graph
         changes += sum(_widen_node(node, narrow) for node in function.node)
     return wide if changes else model
 
