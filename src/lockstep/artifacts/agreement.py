@@ -182,10 +182,7 @@ def _check_tensor_parallel(assembly: Assembly, ranks: TensorParallel) -> None:
 
 
 def _check_pieces(where: str, sharded: ShardedClass, block: Signature, ranks: TensorParallel) -> None:
-    """Check that a rank's shards are within the whole, and that pieces read the outputs of earlier ones.
-
-    block: the signature of the class, whose inputs, outputs and slots are whole.
-    """
+    """Check that shards are within the whole `block`, and that pieces read outputs of earlier ones."""
     ios = {io.name: io for io in (*block.inputs, *block.outputs)}
     slots = {slot.name: slot for slot in block.slots}
     for label, shards, declared in (("values", sharded.values, ios), ("weights", sharded.weights, slots)):
@@ -236,10 +233,7 @@ def _check_shard(where: str, shard: Shard, shape: Sequence[int | str], degree: i
 
 
 def _holders(shard: Shard) -> Iterator[tuple[int, list[int]]]:
-    """Yield (index along the axis, the ranks that hold it) for each index at which a rank's range begins or ends.
-
-    The same ranks hold all indices up to the next one.
-    """
+    """Yield (index, the ranks that hold it and all up to the next) where a rank's range begins or ends."""
     begins: dict[int, list[int]] = {0: []}
     ends: dict[int, list[int]] = {}
     for rank, ranges in enumerate(shard.ranges):

@@ -47,10 +47,7 @@ def atomic_path(path: str | os.PathLike, writer: str | None = None) -> Iterator[
 
 @contextlib.contextmanager
 def disk_room(expected: str) -> Iterator[None]:
-    """Raise InputError where the disk, a quota or the limit of a file's size is full. expected: the line's first part.
-
-    An OSError of a write names no file, so the message needs one.
-    """
+    """Raise InputError, which opens with `expected`, where the disk or a quota is full: an OSError names no file."""
     try:
         yield
     except OSError as error:

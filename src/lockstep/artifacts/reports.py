@@ -403,10 +403,7 @@ class RequestsSpeed:
 
 @dataclass(frozen=True)
 class SpeedReport(Document):
-    """Tokens per second of the golden prompts. In a batch of `batch_size`, and each alone.
-
-    by_requests: of 1, 2, 4, 8 ... requests, as `lockstep generate` decodes.
-    """
+    """Tokens per second of the golden prompts in a batch, alone, and of 1, 2, 4 ... requests (by_requests)."""
 
     FORMAT: ClassVar[str] = formats.SPEED
     target: Target

@@ -35,10 +35,7 @@ class GroupedCommand(click.Command):
 
 
 class GuardedGroup(click.Group):
-    """A command group that turns users' mistakes into one line and an exit code.
-
-    So it does with Ctrl-C, before click sees it, and with a package of an extra that is not installed.
-    """
+    """A command group whose errors are one line and an exit code, also Ctrl-C and a package not installed."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

@@ -135,10 +135,7 @@ def precision_of(bits: int) -> str:
 
 
 def packing_of(config: Mapping[str, Any]) -> Packing | None:
-    """Return how a config.json says that weights are packed.
-
-    None of a model in floating point. Raises ValidationError for what cannot be read.
-    """
+    """Return how a config.json packs weights; None in floating point. Raises ValidationError for other layouts."""
     settings = config.get(KEY)
     if settings is None:
         return None

@@ -262,10 +262,7 @@ class Config(Section):
         return parameters
 
     def adapter_prompts(self, model: str) -> dict[str, tuple[Prompt, ...]]:
-        """Return the golden prompts of each adapter of a model.
-
-        Under "" are those that are run without. Where an adapter has none, they are the model's own texts.
-        """
+        """Return the golden prompts of each adapter, by default the model's texts; under "" those without one."""
         model_prompts = self.models[model].golden.prompts
         texts = tuple(Prompt(text=prompt.text) for prompt in model_prompts)
         by_adapter = {name: adapter.prompts or texts for name, adapter in sorted(self.models[model].adapters.items())}
@@ -368,10 +365,7 @@ class Config(Section):
             raise InputError(f"config: {join(Config, problems)}")
 
     def tolerance(self, model: str, precision: str, backend: str | None = None) -> PlainTolerances:
-        """Return the tolerances of a model in a precision.
-
-        Its own where it has one, else that of all models. backend: None gives those of graphs.
-        """
+        """Return the tolerances of a model in a precision, its own or those of all. backend: None gives graphs'."""
         overrides = getattr(self.models[model].tolerances, precision).model_dump(exclude_none=True)
         settings = self.tolerances[precision].model_copy(update=overrides).model_dump()
         if backend is None:
@@ -394,10 +388,7 @@ class Config(Section):
         return self._settings(backend).gpus
 
     def dump(self) -> dict[str, Any]:
-        """Return the config in plain JSON types, with all defaults filled in.
-
-        `load` of it gives the same config. The cache is left out: results do not depend on where it lies.
-        """
+        """Return the config in plain JSON types with all defaults, but without the cache: `load` gives it again."""
         excluded = {"cache", *(name for name in ("devices", "endpoints") if not getattr(self, name))}
         return self.model_dump(mode="json", exclude=excluded)
 

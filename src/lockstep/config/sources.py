@@ -172,10 +172,7 @@ def _check_random(path: Path) -> None:
 
 
 def _hint(path: str, hub: bool = True) -> str:
-    """Return what to write instead of a path that is meant as something else.
-
-    Empty for a plain path. hub: whether a model's name is a source here.
-    """
+    """Return what to write instead of a mistaken path, or "". hub: whether a model's name is a source here."""
     if hub and (url := _HUB_URL.fullmatch(path)):
         repository = url[1]
         if url[2]:

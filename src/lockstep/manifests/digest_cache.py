@@ -69,10 +69,7 @@ def remember(path: str | os.PathLike, sha256: str) -> None:
 
 
 def check_files(files: Iterable[Expected], remedy: str) -> None:
-    """Check that files are there, of the recorded size and digest.
-
-    Raises InputError naming the first of `files` that is absent, of another size or of another digest, with `remedy`.
-    """
+    """Raise InputError, with `remedy`, for the first file that is absent or of another size or digest."""
     files = list(files)
     for file in files:
         check_size(file.path, file.size, remedy)

@@ -71,10 +71,7 @@ class Cache:
         return self.blobs / sha256
 
     def read(self, key: str) -> Statement | None:
-        """Return the entry of a build key; None where there is none.
-
-        Raises LockstepError when it is damaged, or one of its blobs is not there.
-        """
+        """Return the entry of a build key, or None. Raises LockstepError for a damaged one or an absent blob."""
         path = self.entry_path(key)
         if not os.path.lexists(path):
             return None
@@ -87,10 +84,7 @@ class Cache:
         return entry
 
     def take(self, sha256: str, target: Path) -> None:
-        """Copy a blob to the new file `target`.
-
-        Raises InputError, and deletes the blob, when it does not have the digest in its name.
-        """
+        """Copy a blob to a new file. Raises InputError, and deletes the blob, for a digest other than its name."""
         source = self.blob_path(sha256)
         _touch(source)
         try:
@@ -202,10 +196,7 @@ def _copier(folder: Path, entry: Statement) -> Callable[[str, Path], None]:
 
 
 def _restore(job: Job, entry: Statement, where: Path, take: Callable[[str, Path], None]) -> None:
-    """Copy an artefact out of the cache, or from another model.
-
-    where: the file of `entry`. take: copies the file of a sha256 to a new one.
-    """
+    """Copy an artefact, whose entry is of the file `where`. take: copies the file of a sha256 to a new one."""
     folder = job.output.parent
     output = job.output
     outputs = entry.outputs

@@ -75,10 +75,7 @@ def pinned_packages(entry: str, backend: str | None = None) -> dict[str, str]:
 
 
 def installed_packages(entry: str, backend: str | None = None) -> dict[str, str]:
-    """Return the installed version of each package that a job imports.
-
-    Local parts such as +cpu are left out. Of packages that are not installed it is the pinned one.
-    """
+    """Return the installed version, without parts as +cpu, else the pinned one, of each package that a job imports."""
     pinned = pinned_packages(entry, backend)
     return {**pinned, **{name: version for name, version in versions(list(pinned)).items() if name in pinned}}
 

@@ -53,10 +53,7 @@ class Published(JsonObject):
 
 @dataclass(frozen=True)
 class Comparison:
-    """An artefact compared with a lock.
-
-    is_locked: the lock has its place. changes: (name, "locked -> found") of what differs.
-    """
+    """Differences of an artefact, (name, "locked -> found"). is_locked: whether the lock has its place."""
 
     is_locked: bool
     changes: tuple[tuple[tuple[str, ...], str], ...] = ()
@@ -209,10 +206,7 @@ def made_with(key: BuildKey) -> Items:
 
 
 def parameters_place(stage: str, names: Mapping[str, Any]) -> Place:
-    """Return the place of a check's parameters in the lock of its model.
-
-    names: precision, layers and backend, those that the stage has.
-    """
+    """Return the place of a check's parameters in a lock. names: precision, layers, backend, where it has them."""
     values = [str(names[key]) for key in ("precision", "layers", "backend") if key in names]
     return "/".join([PARAMETERS, stage, *values])
 

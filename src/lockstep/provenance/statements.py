@@ -42,10 +42,7 @@ def build_key(job: Job) -> BuildKey:
 
 
 def backend_identity(job: Job) -> dict[str, Any]:
-    """Return the library and the device that the job's engines are for.
-
-    Raises InputError where the library is not installed, and where this machine does not have the config's device.
-    """
+    """Return the library and device of a job's engines. Raises InputError where this machine lacks them."""
     if job.device is not None:
         _check_device(job, job.device)
     assert job.backend is not None
@@ -94,10 +91,7 @@ def outputs_of(manifest: Path) -> dict[str, str]:
 
 
 def _sources(job: Job) -> Iterator[dict[str, Any]]:
-    """Yield descriptors of the files that engines are built from: graphs, and the checkpoint's config and tokenizer.
-
-    Engines contain no weights, so these are no sources.
-    """
+    """Yield descriptors of the sources of engines: graphs, config and tokenizer. Engines hold no weights."""
     assembly = job.inputs["assembly"]
     for path, sha256 in [(assembly, digest(assembly)), *((file.path, file.sha256) for file in named_files(assembly))]:
         yield {"name": f"graphs/{path.name}", "digest": {"sha256": sha256}}
@@ -126,10 +120,7 @@ def purl(source: str, fetched: Path) -> str | None:
 
 
 def read_statement(output: Path) -> Statement | None:
-    """Return the statement of the manifest `output`; None where it is missing, or of another file.
-
-    Raises InputError when it is damaged.
-    """
+    """Return the statement of `output`; None if absent or of another file. Raises InputError if damaged."""
     path = statement_path(output)
     if not path.is_file():
         return None

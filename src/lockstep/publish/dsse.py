@@ -76,10 +76,7 @@ def write_envelope(path: Path, statement: Mapping[str, Any], key: Path) -> Path:
 
 
 def read_envelope(path: Path, keys: Sequence[Path]) -> tuple[dict[str, Any], str]:
-    """Return the statement of an envelope, and the id of the key of `keys` that signed it.
-
-    Raises CheckError where none of them did, InputError for a file that is no envelope.
-    """
+    """Return an envelope's statement and the id of the key that signed it. Raises CheckError if none of `keys` did."""
     from securesystemslib.dsse import Envelope
     from securesystemslib.exceptions import FormatError
 

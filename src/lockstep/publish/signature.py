@@ -37,10 +37,7 @@ def sign(bundle: Path, key: Path) -> list[Path]:
 
 
 def read_engine_statement(bundle: Path) -> dict[str, Any]:
-    """Return the statement of a bundle's engines, after a check of every byte.
-
-    Raises InputError, which names the file, for one that is not of its digest.
-    """
+    """Return the statement of a bundle's engines. Raises InputError for a file that is not of its digest."""
     archive = read_archive(bundle)
     check_contents(archive)
     if _STATEMENT not in archive.members:

@@ -119,10 +119,7 @@ def _inflect(words: tuple[str, str], count: int) -> str:
 
 
 def _need(reason: str) -> tuple[str, str]:
-    """Return the clause of the headline for one target that cannot run here, and for several.
-
-    Reasons of backends are "needs an NVIDIA GPU of ..., found ..."; others are quoted.
-    """
+    """Return the headline's clause for one target and for several: "needs WHAT", else the whole reason."""
     match = re.match(r"needs (.+?)(?: of |, found | \()", reason)
     if not match:
         return f"cannot: {reason}", f"cannot: {reason}"

@@ -64,10 +64,7 @@ def empty_arrays(
     empty: Callable[[Sequence[int], np.dtype], Any] = np.zeros,
     existing: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Return new arrays for the inputs of a block that adapters are written to, by input name.
-
-    empty: makes an array of a shape and a dtype. existing: inputs that already have an array.
-    """
+    """Return new arrays, made by `empty`, for the inputs of a block that take adapters and are not in `existing`."""
     if slots is None:
         return {}
     return {name: empty(shape, dtype) for name, shape in slots.shapes(part.graph) if name not in existing}
@@ -162,10 +159,7 @@ def check_adapter(adapter: LoadedAdapter, slots: LoraSlots, modules: Iterable[st
 def write_adapter(
     adapter: LoadedAdapter | None, adapter_slot: int, max_lora_rank: int, arrays: Iterable[LoraArrays]
 ) -> None:
-    """Write an adapter to its slot in all arrays, zeros for None.
-
-    Modules that it does not have become zero, and so do the columns between its rank and `max_lora_rank`.
-    """
+    """Write an adapter to its slot in all arrays, zeros where it has no module or a smaller rank, and for None."""
     first = adapter_slot * max_lora_rank
     columns = slice(first, first + max_lora_rank)
     for layer in arrays:

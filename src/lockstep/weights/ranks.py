@@ -42,11 +42,7 @@ class RankWeights:
         return tuple(self._slots[slot]), self._sharded.weights.get(slot), zeros, self._rank
 
     def __getitem__(self, slot: str) -> np.ndarray:
-        """Return the rank's shard of a slot.
-
-        A view of the checkpoint's file, with gaps if the shard has some there; a copy of a fused slot, and of a shard
-        of several ranges.
-        """
+        """Return the rank's shard: a view of the file, maybe with gaps; a copy of a fused slot or of several ranges."""
         array = slot_array(self._weights, self._slots[slot], self._sizes[slot])
         return self._sharded.take_weight(slot, array, self._rank)
 

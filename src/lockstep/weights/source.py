@@ -67,10 +67,7 @@ class Source:
         return coded
 
     def unchanged_parts(self, quantized: QuantizedTensors | None) -> dict[str, TensorPlace]:
-        """Return the parts of `quantized` that graphs read from the checkpoint's files: those of MXFP4.
-
-        Raises InputError for a shared exponent that is not a number.
-        """
+        """Return the parts of MXFP4, which graphs read as stored. Raises InputError for an invalid exponent."""
         places = self.manifest.tensors
         unchanged: dict[str, TensorPlace] = {}
         if quantized is None or not quantized.mxfp4:

@@ -74,10 +74,7 @@ def write_cast(
 
 
 def write_pieces(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str, pieces: Pieces, what: str) -> None:
-    """Write tensors of one dtype to the safetensors file `path`.
-
-    pieces: returns a tensor's numbers in pieces. what, and errors: as of `write_stream`.
-    """
+    """Write tensors of one dtype, whose numbers `pieces` returns, to the safetensors file `path`."""
     opening, places = layout({name: Stored(name, dtype, shape) for name, shape in shapes.items()}, path.name)
 
     def contents() -> Iterator[memoryview]:
