@@ -93,7 +93,7 @@ class GpuExecutor:
         return self._in_flight is not None
 
     def drop_step(self) -> None:
-        """Drop the step in flight, and what is known of the last one."""
+        """Drop the step in flight, and the record of the last one."""
         self._in_flight = self.last_step = None
 
     @property
@@ -280,7 +280,7 @@ class GpuExecutor:
         No step is launched speculatively after it: the next step depends on the drafts that the host accepts.
         """
         if any(len(advance.tokens) > 1 and not advance.verifies for advance in advances):
-            raise InputError("step: expected no prompts beside drafts, found some; take them in steps of their own")
+            raise InputError("step: a step that verifies drafts takes no prompts; take them in another step")
         drafts = PackedTokens.empty(sum(len(advance.tokens) for advance in advances))
         drafts.pack([], [], 0, advances)
         with self.runner.waiting():

@@ -1,7 +1,7 @@
 """One pool of page-locked host memory for the weights of all checkpoints, each tensor once.
 
-What comes from here to a device is one copy, without the CPU: 13.5 GB in a quarter of a second over PCIe 5. To lock the
-pages takes seven seconds, in which steps are slow: it is done while there are no requests, as far as there is room.
+A copy from here to a device needs no CPU: 13.5 GB take a quarter of a second over PCIe 5. Locking the pages takes seven
+seconds, in which steps are slow: it is done while there are no requests, as far as there is room.
 """
 
 from __future__ import annotations

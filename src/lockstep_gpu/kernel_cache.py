@@ -33,7 +33,7 @@ def read(path: Path) -> bytes | None:
         code = data[_DIGEST_NBYTES:]
         if hashlib.sha256(code).digest() == data[:_DIGEST_NBYTES]:
             with contextlib.suppress(OSError):
-                os.utime(path)  # so that what was not used for long can be deleted by age
+                os.utime(path)  # so that entries can be deleted by the age of their last use
             return code
     return None
 

@@ -12,7 +12,7 @@ from lockstep.artifacts.graph_files import StateMixer
 from lockstep.errors import CheckError, InputError
 from lockstep.onnx_tools.judge import Bound, measure, peak, wrong
 from lockstep.tolerances import STATE_KERNEL
-from lockstep_gpu.kernels.numbers import KINDS
+from lockstep_gpu.kernels.library import KINDS
 
 THREADS = 128  # of a block
 _INPUTS = ("query", "key", "value", "decay", "beta")  # of a recurrence, in the kernel's order; beta may be absent

@@ -48,7 +48,7 @@ __all__ = ["Fault", "Gpu", "installed"]
 CAPABILITY = "8.9"  # as the driver says; what only TensorRT reads says 9.8
 
 # Speed is not imitated: algorithms of cuBLAS are timed with a few sizes, on one weight. Each is a product in NumPy.
-TRIALS = {"MANY": (32, 64, 128, 256, 384), "_COPIES": 1}
+TRIALS = {"CUBLAS_ROWS": (32, 64, 128, 256, 384), "_MAX_WEIGHTS": 1}
 
 
 @contextlib.contextmanager

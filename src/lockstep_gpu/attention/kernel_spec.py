@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lockstep_gpu.cuda import Array
-from lockstep_gpu.kernels.numbers import KINDS
+from lockstep_gpu.kernels.library import KINDS
 
 PAGE = 64  # tokens of a page of the cache
 THREADS = 128  # of a block

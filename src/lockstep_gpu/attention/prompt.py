@@ -1,7 +1,7 @@
 """cuDNN's attention of prompts over a paged KV cache.
 
 A call takes a few chunks as packed sequences, or a single prompt. Chunks are padded to a power of two of tokens
-(`base.padded`), so that a few of cuDNN's plans serve all; all chunks of a call are padded to the longest, because
+(`plan.padded_chunk`), so that a few of cuDNN's plans serve all; all chunks of a call are padded to the longest, because
 padding costs next to nothing. Needs the package nvidia-cudnn-frontend and the library cuDNN 9, not torch.
 
 The fp8 pages of a call's requests are dequantized to fp16 before the call, one layer at a time, into memory for the
@@ -180,7 +180,7 @@ class PromptAttention:
                 self._packs = False
                 note(
                     f"cuDNN {cudnn.backend_version()} has no attention of several prompts over pages in one call: each "
-                    "takes a call of its own, which is slower"
+                    "takes a separate call, which is slower"
                 )
             for number in range(batch.first, batch.last):
                 _, _, low, high = self._chunks[number]

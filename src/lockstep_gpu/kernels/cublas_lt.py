@@ -11,18 +11,18 @@ from lockstep.errors import CheckError
 from lockstep_gpu import cuda
 from lockstep_gpu.libraries import require_cublas
 
-# Values of cublasLt.h and library_types.h.
-_FP32 = 0
+# Values of cublasLt.h and library_types.h, by their names there.
+_R_32F = 0
 _TYPES = {"float16": 2, "bfloat16": 14, "float8_e4m3fn": 28}
-_SUMS_FP32 = 68
-_TRANSPOSE_FIRST = 3  # an attribute of a description, as those of e4m3
-_SCALES = (17, 18)
-_FAST_SUMS = 25
-_SCALE_MODES = (31, 32)
-_VECTOR = 3  # a scale mode: a scale per row
-_WORKSPACE = 1  # attributes of a preference
-_REDUCTIONS = 3
-_SPLIT_K = 2  # an attribute of an algorithm
+_COMPUTE_32F = 68
+_DESC_TRANSA = 3
+_DESC_SCALE_POINTERS = (17, 18)  # of A and of B, for e4m3
+_DESC_FAST_ACCUM = 25
+_DESC_SCALE_MODES = (31, 32)
+_SCALE_OUTER_VEC_32F = 3  # a scale per row
+_PREF_MAX_WORKSPACE_BYTES = 1
+_PREF_REDUCTION_SCHEME_MASK = 3
+_ALGO_SPLITK_NUM = 2
 _STATUS = {1: "NOT_INITIALIZED", 3: "ALLOC_FAILED", 7: "INVALID_VALUE", 8: "ARCH_MISMATCH", 11: "MAPPING_ERROR",
            13: "EXECUTION_FAILED", 14: "INTERNAL_ERROR", 15: "NOT_SUPPORTED", 16: "LICENSE_ERROR"}  # fmt: skip
 _NOT_SUPPORTED = 15
@@ -65,8 +65,12 @@ class CublasLt:
         # Of e4m3 any addresses of scales will do to ask for algorithms.
         self._product = self._description(self._handle.value or 0, self._handle.value or 0)
         self._preference = self._create("cublasLtMatmulPreferenceCreate")
-        self._set("cublasLtMatmulPreferenceSetAttribute", self._preference, _WORKSPACE, ctypes.c_size_t(0))
-        self._set("cublasLtMatmulPreferenceSetAttribute", self._preference, _REDUCTIONS, ctypes.c_uint32(0))
+        self._set(
+            "cublasLtMatmulPreferenceSetAttribute", self._preference, _PREF_MAX_WORKSPACE_BYTES, ctypes.c_size_t(0)
+        )
+        self._set(
+            "cublasLtMatmulPreferenceSetAttribute", self._preference, _PREF_REDUCTION_SCHEME_MASK, ctypes.c_uint32(0)
+        )
         self._layouts: dict[tuple[int, int, int], ctypes.c_void_p] = {}
         self._one = ctypes.c_float(1)
         self._zero = ctypes.c_float(0)
@@ -86,7 +90,7 @@ class CublasLt:
             return  # none for this size
         for result in results[: count.value]:
             split = ctypes.c_uint32()
-            attribute = ctypes.byref(result.algorithm), _SPLIT_K, ctypes.byref(split), ctypes.c_size_t(4), None
+            attribute = ctypes.byref(result.algorithm), _ALGO_SPLITK_NUM, ctypes.byref(split), ctypes.c_size_t(4), None
             self._check("cublasLtMatmulAlgoConfigGetAttribute", *attribute)
             if not result.state and not result.workspace and split.value <= 1:
                 yield bytes(result.algorithm)
@@ -147,12 +151,12 @@ class CublasLt:
 
         weight_scales, row_scales: addresses of the scales of e4m3.
         """
-        description = self._create("cublasLtMatmulDescCreate", ctypes.c_int(_SUMS_FP32), ctypes.c_int(_FP32))
-        attributes: dict[int, ctypes._SimpleCData] = {_TRANSPOSE_FIRST: ctypes.c_int32(1)}
+        description = self._create("cublasLtMatmulDescCreate", ctypes.c_int(_COMPUTE_32F), ctypes.c_int(_R_32F))
+        attributes: dict[int, ctypes._SimpleCData] = {_DESC_TRANSA: ctypes.c_int32(1)}
         if self._fp8:
-            attributes |= {mode: ctypes.c_int32(_VECTOR) for mode in _SCALE_MODES}
-            attributes |= dict(zip(_SCALES, map(ctypes.c_void_p, (weight_scales, row_scales))))
-            attributes[_FAST_SUMS] = ctypes.c_int8(0)
+            attributes |= {mode: ctypes.c_int32(_SCALE_OUTER_VEC_32F) for mode in _DESC_SCALE_MODES}
+            attributes |= dict(zip(_DESC_SCALE_POINTERS, map(ctypes.c_void_p, (weight_scales, row_scales))))
+            attributes[_DESC_FAST_ACCUM] = ctypes.c_int8(0)
         for attribute, value in attributes.items():
             self._set("cublasLtMatmulDescSetAttribute", description, attribute, value)
         return description

@@ -14,8 +14,7 @@ import numpy as np
 
 from lockstep.onnx_tools.products import ExpertWeight
 from lockstep_gpu import cuda
-from lockstep_gpu.kernels.library import including
-from lockstep_gpu.kernels.numbers import kind_options
+from lockstep_gpu.kernels.library import including, kind_options
 
 _SORT_THREADS = 1024
 
@@ -165,9 +164,9 @@ def bind(
     return multiply
 
 
-def largest_tile(forms: Iterable[ExpertWeight], dtype: np.dtype) -> Tile:
+def largest_tile(weights: Iterable[ExpertWeight], dtype: np.dtype) -> Tile:
     """Return the largest tile that GEMMs with all these weights support; dtype: of activations."""
-    has_largest = dtype.itemsize == 2 and all(form.bits == 16 for form in forms)
+    has_largest = dtype.itemsize == 2 and all(form.bits == 16 for form in weights)
     if has_largest:
         return TILES[-1]
     return TILES[-2]

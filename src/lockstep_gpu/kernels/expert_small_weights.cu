@@ -15,11 +15,6 @@
 
 #define E2M1 0
 #ifndef ON_HOST
-__device__ __forceinline__ u32 hsub2(u32 a, u32 b) {
-    u32 r;
-    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-    return r;
-}
 __device__ __forceinline__ u32 hadd2(u32 a, u32 b) {  // of bf16, by an instruction that all GPUs of this library have
     u32 r;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(0x3f803f80u), "r"(b));

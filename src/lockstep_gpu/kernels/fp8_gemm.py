@@ -23,18 +23,17 @@ from lockstep.errors import CheckError
 from lockstep_gpu import cuda
 from lockstep_gpu.kernels.cublas_lt import Algorithm, CublasLt
 from lockstep_gpu.kernels.gemm import (
-    FEW,
-    MANY,
+    CUBLAS_ROWS,
+    KERNEL_ROWS,
     MAX_OUTPUTS,
+    MAX_TIMED_ROWS,
     OUTPUTS,
-    TIMED,
     Trial,
     few_rows_launch,
     output_arguments,
     size_for,
 )
-from lockstep_gpu.kernels.library import including
-from lockstep_gpu.kernels.numbers import kind_options
+from lockstep_gpu.kernels.library import including, kind_options
 
 _E4M3 = named_dtype("float8_e4m3fn")
 _TILE_THREADS = 288  # as in fp8_wgmma.cu
@@ -46,8 +45,8 @@ _STAGES = 3  # of the ring buffer
 _SPLIT_STAGES = 4  # if the columns of a tile are split among blocks
 # A tile is split while all blocks run at once on an H100. The bits depend on the split, so it is the same on any GPU.
 _CONCURRENT_BLOCKS = 200
-_LOADED = (16, 32, 64)  # rows that TMA loads at once; with more, each of a pair of blocks loads its own
-_TILED = range(9, 129)  # rows for which the tiled kernel is the fastest
+_LOADED_ROWS = (16, 32, 64)  # rows that TMA loads at once; with more, each of a pair of blocks loads its own
+_TILED_ROWS = range(9, 129)  # rows for which the tiled kernel is the fastest
 _CUBLAS_ALIGNED = 16  # cuBLAS's e4m3 GEMMs need multiples of this many columns and outputs
 Multiplier = Callable[[int], None]
 
@@ -117,21 +116,21 @@ class Fp8Gemm:
         def multiply(rows: int) -> None:
             if quantize is not None:
                 quantize(rows)
-            if has_tiles and rows in _TILED:
-                for tile_call in tile_calls(size_for(rows, _LOADED) * -(-rows // _TILE_ROWS)):
+            if has_tiles and rows in _TILED_ROWS:
+                for tile_call in tile_calls(size_for(rows, _LOADED_ROWS) * -(-rows // _TILE_ROWS)):
                     tile_call(rows)
                 return
             calls = None
-            if rows > FEW[-1]:
+            if rows > KERNEL_ROWS[-1]:
                 calls = by_cublas()
             if calls is not None:
-                size = size_for(rows, MANY)
+                size = size_for(rows, CUBLAS_ROWS)
                 for call, (part, _, _) in zip(calls, parts):
                     call(rows, shapes[part.shape[0], depth][size])
                 return
-            for first in range(0, rows, FEW[-1]):
-                count = min(rows - first, FEW[-1])
-                for launch, blocks in few_rows_launches(first, size_for(count, FEW)):
+            for first in range(0, rows, KERNEL_ROWS[-1]):
+                count = min(rows - first, KERNEL_ROWS[-1])
+                for launch, blocks in few_rows_launches(first, size_for(count, KERNEL_ROWS)):
                     launch(blocks, count)
 
         return multiply
@@ -243,30 +242,30 @@ class _Shapes:
         return self._chosen[shape]
 
     def _choose(self, library: CublasLt, out_features: int, in_features: int) -> Mapping[int, Sequence[Algorithm]]:
-        trial = Trial(out_features, in_features, TIMED, _E4M3, self._dtype)
+        trial = Trial(out_features, in_features, MAX_TIMED_ROWS, _E4M3, self._dtype)
         scales = cuda.empty((out_features,), "f4")
-        row_scales = cuda.empty((TIMED,), "f4")
+        row_scales = cuda.empty((MAX_TIMED_ROWS,), "f4")
         for array in (scales, row_scales):
             trial.stream.upload(array, np.ones(array.shape, np.float32))
         trial.stream.synchronize()
         calls = [library.bind(trial.stream, weight, trial.x, trial.out, scales, row_scales) for weight in trial.weights]
-        offered = {size: list(library.algorithms(out_features, in_features, size)) for size in MANY}
+        offered = {size: list(library.algorithms(out_features, in_features, size)) for size in CUBLAS_ROWS}
         running = list[Algorithm]()
         for algorithm in dict.fromkeys(itertools.chain.from_iterable(offered.values())):
             with contextlib.suppress(CheckError):  # an offered algorithm may not run
-                calls[0](TIMED, [algorithm])
+                calls[0](MAX_TIMED_ROWS, [algorithm])
                 running.append(algorithm)
         trial.stream.synchronize()
         if not running:
             return {}
         chosen = dict[int, list[Algorithm]]()
-        for size in MANY:
-            if size <= TIMED:
+        for size in CUBLAS_ROWS:
+            if size <= MAX_TIMED_ROWS:
                 timed = {}
                 for algorithm in running:
                     timed[algorithm] = [functools.partial(call, size, [algorithm]) for call in calls]
                 chosen[size] = trial.ranked(timed)
             else:
                 best = [algorithm for algorithm in offered[size] if algorithm in running]
-                chosen[size] = [*best, *chosen[TIMED]]
+                chosen[size] = [*best, *chosen[MAX_TIMED_ROWS]]
         return chosen

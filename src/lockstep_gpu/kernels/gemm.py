@@ -22,29 +22,29 @@ import numpy as np
 from lockstep.errors import CheckError
 from lockstep_gpu import cuda
 from lockstep_gpu.kernels.cublas_lt import Algorithm, CublasLt
-from lockstep_gpu.kernels.library import including
-from lockstep_gpu.kernels.numbers import kind_options
+from lockstep_gpu.kernels.library import including, kind_options
 
-# As in tensor_cores.cuh.
+# As in few_rows.cuh.
 OUTPUTS = 32
 _THREADS = 128
 _STAGES = 4
 _STAGE = 512  # bytes of a row in a stage
 MAX_OUTPUTS = 3  # of a launch of the kernel
-FEW = (8, 16)  # the kernel is compiled for up to this many rows
-_MORE = (32, 64)  # and for these, where cuBLAS is slower, such as with a rank's shard of a weight
+KERNEL_ROWS = (8, 16)  # the kernel is compiled for up to this many rows
+_MORE_KERNEL_ROWS = (32, 64)  # and for these, where cuBLAS is slower, such as with a rank's shard of a weight
 # An algorithm of cuBLAS is chosen for up to this many rows each; the last one also serves more.
-MANY = (32, 64, 128, *range(256, 2049, 128))
-TIMED = 256  # rows up to which all algorithms are timed; beyond, the first _FIRST that cuBLAS offers
-_FIRST = 6
+CUBLAS_ROWS = (32, 64, 128, *range(256, 2049, 128))
+MAX_TIMED_ROWS = 256  # up to which all algorithms are timed; beyond, the first _NUM_CANDIDATES that cuBLAS offers
+_NUM_CANDIDATES = 6
 _MARGIN = 1.03  # of algorithms within this factor of the fastest, take the one that cuBLAS offers first
 _MAX_TRIAL_OUTPUTS = 1 << 27  # a GEMM with more, such as lm_head's, has no more than some rows in a pass
-_DEPTHS = (4096, 8192)  # columns of GEMMs whose algorithms also run with more columns, though cuBLAS doesn't offer them
-_NARROW = OUTPUTS  # up to this many out_features the kernel alone is used: cuBLAS has few algorithms for one output
-_CACHE = 128 << 20  # bytes: more than any GPU's L2 cache
-_COPIES = 4  # of a weight in a trial, at most
+# Algorithms that cuBLAS offers for GEMMs of so many columns also run with more, though it doesn't offer them there.
+_OFFERED_IN_FEATURES = (4096, 8192)
+_MAX_NARROW_OUTPUTS = OUTPUTS  # up to so many the kernel alone is used: cuBLAS has few algorithms for one output
+_L2_NBYTES = 128 << 20  # more than any GPU's L2 cache
+_MAX_WEIGHTS = 4  # of a trial
 ALIGNED = 8  # columns in 16 bytes
-_BLOCK = 64  # random rows of a trial, which repeat
+_TRIAL_ROWS = 64  # random rows of a trial, which repeat
 T = TypeVar("T")
 
 
@@ -90,8 +90,8 @@ class Gemm:
             return all(shapes[size, depth].kernel_agrees for size in part_sizes)
 
         def multiply(rows: int) -> None:
-            if kernel_agrees() and (rows <= FEW[-1] or rows <= shapes.kernel_rows(part_sizes, depth)):
-                kernel_launch(size_for(rows, (*FEW, *_MORE)))(rows)
+            if kernel_agrees() and (rows <= KERNEL_ROWS[-1] or rows <= shapes.kernel_rows(part_sizes, depth)):
+                kernel_launch(size_for(rows, (*KERNEL_ROWS, *_MORE_KERNEL_ROWS)))(rows)
             else:
                 by_cublas(rows)
 
@@ -160,14 +160,14 @@ class _Shapes:
         """Return a launch of the kernel, by number of rows; up to `max_rows` share each block of outputs."""
         arguments: tuple[cuda.Array | int, ...] = (weight, x, *output_arguments(outs), *weight.shape, max_rows)
         few_rows = few_rows_launch(self._module[f"few_rows_{max_rows}"], stream, max_rows, *arguments)
-        many_rows = few_rows_launch(self._module["many_rows"], stream, FEW[-1], *arguments)
+        many_rows = few_rows_launch(self._module["many_rows"], stream, KERNEL_ROWS[-1], *arguments)
         blocks = -(-weight.shape[0] // OUTPUTS)
 
         def run(rows: int) -> None:
             if rows <= max_rows:
                 few_rows(blocks, rows)
             else:
-                many_rows(blocks * -(-rows // FEW[-1]), rows)
+                many_rows(blocks * -(-rows // KERNEL_ROWS[-1]), rows)
 
         return run
 
@@ -195,13 +195,13 @@ class _Shapes:
         max_rows = math.prod(x.shape[:-1])
         self._max_rows[out_features, in_features] = max(max_rows, self._max_rows.get((out_features, in_features), 0))
         call = self.library.bind(stream, weight, x, out)
-        kernel_launch = functools.cache(functools.partial(self.launch, stream, weight, x, [out], FEW[-1]))
+        kernel_launch = functools.cache(functools.partial(self.launch, stream, weight, x, [out], KERNEL_ROWS[-1]))
 
         def multiply(rows: int) -> None:
             shape = self[out_features, in_features]
             if shape.algorithms:
                 try:
-                    call(rows, shape.algorithms[size_for(rows, MANY)])
+                    call(rows, shape.algorithms[size_for(rows, CUBLAS_ROWS)])
                     return
                 except CheckError:
                     if not shape.kernel_agrees:
@@ -218,10 +218,10 @@ class _Shapes:
         return self._kernel_rows[key]
 
     def _time_kernel(self, part_sizes: Sequence[int], in_features: int) -> int:
-        trial = Trial(sum(part_sizes), in_features, _MORE[-1], self._dtype, self._dtype)
-        kernel_rows = FEW[-1]
-        outs = [cuda.empty((_MORE[-1], size), self._dtype, "trying products out") for size in part_sizes]
-        for rows in _MORE:
+        trial = Trial(sum(part_sizes), in_features, _MORE_KERNEL_ROWS[-1], self._dtype, self._dtype)
+        kernel_rows = KERNEL_ROWS[-1]
+        outs = [cuda.empty((_MORE_KERNEL_ROWS[-1], size), self._dtype, "trying products out") for size in part_sizes]
+        for rows in _MORE_KERNEL_ROWS:
             by_kernel = list[Callable[[], None]]()
             by_cublas = list[Callable[[], None]]()
             for weight in trial.weights:
@@ -238,18 +238,18 @@ class _Shapes:
 
     def _choose(self, out_features: int, in_features: int) -> _Shape:
         has_kernel = in_features % ALIGNED == 0
-        if has_kernel and out_features <= _NARROW:
+        if has_kernel and out_features <= _MAX_NARROW_OUTPUTS:
             return _Shape(True, {})
-        rows = MANY[-1] if MANY[-1] * out_features <= _MAX_TRIAL_OUTPUTS else TIMED
+        rows = CUBLAS_ROWS[-1] if CUBLAS_ROWS[-1] * out_features <= _MAX_TRIAL_OUTPUTS else MAX_TIMED_ROWS
         max_rows = min(self._max_rows.get((out_features, in_features), 0), _MAX_TRIAL_OUTPUTS // out_features)
-        rows = max(rows, max_rows // _BLOCK * _BLOCK)
+        rows = max(rows, max_rows // _TRIAL_ROWS * _TRIAL_ROWS)
         trial = Trial(out_features, in_features, rows, self._dtype, self._dtype)
         calls = [self.library.bind(trial.stream, weight, trial.x, trial.out) for weight in trial.weights]
-        offered = {size: list(self._offered(out_features, in_features, size)) for size in MANY}
+        offered = {size: list(self._offered(out_features, in_features, size)) for size in CUBLAS_ROWS}
         bits_of = dict[Algorithm, bytes]()
         for algorithm in dict.fromkeys(itertools.chain.from_iterable(offered.values())):
             with contextlib.suppress(CheckError):  # an algorithm of a shorter GEMM may not run
-                bits_of[algorithm] = trial.bits(functools.partial(calls[0], FEW[-1], [algorithm]))
+                bits_of[algorithm] = trial.bits(functools.partial(calls[0], KERNEL_ROWS[-1], [algorithm]))
         if not bits_of and has_kernel:
             return _Shape(True, {})
         if not bits_of:
@@ -261,19 +261,19 @@ class _Shapes:
         reference, expected = next(iter(bits_of.items()))
         kernel_agrees = False
         if has_kernel:
-            launch = self.launch(trial.stream, trial.weights[0], trial.x, [trial.out], FEW[-1])
-            kernel_bits = trial.bits(functools.partial(launch, FEW[-1]))
+            launch = self.launch(trial.stream, trial.weights[0], trial.x, [trial.out], KERNEL_ROWS[-1])
+            kernel_bits = trial.bits(functools.partial(launch, KERNEL_ROWS[-1]))
             kernel_agrees = kernel_bits in bits_of.values()
             if kernel_agrees:
                 expected = kernel_bits
         equal = [algorithm for algorithm, bits in bits_of.items() if bits == expected]
         algorithms = dict[int, list[Algorithm]]()
-        for size in MANY:
-            if size <= TIMED:
+        for size in CUBLAS_ROWS:
+            if size <= MAX_TIMED_ROWS:
                 candidates = equal
                 margin = 1.0
             else:
-                candidates = [algorithm for algorithm in offered[size] if algorithm in equal][:_FIRST]
+                candidates = [algorithm for algorithm in offered[size] if algorithm in equal][:_NUM_CANDIDATES]
                 margin = _MARGIN
             if size <= rows:  # else the trial's activations are too small to time them
                 timed = {}
@@ -281,19 +281,19 @@ class _Shapes:
                     timed[algorithm] = [functools.partial(call, size, [algorithm]) for call in calls]
                 candidates = trial.ranked(timed, margin)
             # The others follow: fewer rows than `size` may need one of them.
-            algorithms[size] = list(dict.fromkeys([*candidates, *algorithms.get(TIMED, equal)]))
+            algorithms[size] = list(dict.fromkeys([*candidates, *algorithms.get(MAX_TIMED_ROWS, equal)]))
         if kernel_agrees:
-            launch(_BLOCK)
+            launch(_TRIAL_ROWS)
         else:
-            for first in range(0, _BLOCK, FEW[-1]):
+            for first in range(0, _TRIAL_ROWS, KERNEL_ROWS[-1]):
                 self.library.bind(trial.stream, trial.weights[0], trial.x[first:], trial.out[first:])(
-                    FEW[-1], [reference]
+                    KERNEL_ROWS[-1], [reference]
                 )
-        _drop_other_bits(trial, trial.rows(_BLOCK), calls[0], algorithms, rows)
+        _drop_other_bits(trial, trial.rows(_TRIAL_ROWS), calls[0], algorithms, rows)
         return _Shape(kernel_agrees, algorithms)
 
     def _offered(self, out_features: int, in_features: int, rows: int) -> Iterator[Algorithm]:
-        for depth in (in_features, *(depth for depth in _DEPTHS if depth < in_features)):
+        for depth in (in_features, *(depth for depth in _OFFERED_IN_FEATURES if depth < in_features)):
             yield from self.library.algorithms(out_features, depth, rows)
 
 
@@ -308,14 +308,14 @@ def _drop_other_bits(
 
     An algorithm may divide the columns of the last outputs only where there are many of them (stream-K).
 
-    expected: [_BLOCK, out_features], which repeat. algorithms: by their most rows, of which the largest serves `rows`.
+    expected: [_TRIAL_ROWS, out_features], which repeat. algorithms: by their most rows; the largest serves `rows`.
     """
     tried = set[tuple[Algorithm, int]]()
     while True:
         most_rows = {}  # by algorithm: of ascending sizes the last one
         for size, candidates in algorithms.items():
             if candidates and size <= rows:
-                most_rows[candidates[0]] = rows if size == MANY[-1] else size
+                most_rows[candidates[0]] = rows if size == CUBLAS_ROWS[-1] else size
         untried = most_rows.items() - tried
         if not untried:
             return
@@ -330,15 +330,15 @@ def _drop_other_bits(
 
 
 def trial_factors(columns: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Return random rows of a weight and of activations, [_BLOCK, columns] each.
+    """Return random rows of a weight and of activations, [_TRIAL_ROWS, columns] each.
 
     Of 16 bits, most products have another one in the row that cancels them, and the others are small. The sums are far
     smaller than the partial sums, so that another order of accumulation gives other bits even after rounding to 16
     bits, and with few columns.
     """
     random = np.random.default_rng(0)
-    weight = random.standard_normal((_BLOCK, columns), "f4")
-    x = random.standard_normal((_BLOCK, columns), "f4")
+    weight = random.standard_normal((_TRIAL_ROWS, columns), "f4")
+    x = random.standard_normal((_TRIAL_ROWS, columns), "f4")
     if dtype.itemsize == 2:
         weight *= 16
         x *= 64
@@ -358,22 +358,22 @@ class Trial:
         nbytes = out_features * in_features * dtype.itemsize
         purpose = "trying products out"
         # Timing cycles through several weights, so that each is read from memory and not from the L2 cache.
-        copies = min(_COPIES, -(-_CACHE // nbytes))
+        copies = min(_MAX_WEIGHTS, -(-_L2_NBYTES // nbytes))
         self.weights = [cuda.empty((out_features, in_features), dtype, purpose) for _ in range(copies)]
         self.x = cuda.empty((rows, in_features), dtype, purpose)
         self.out = cuda.empty((rows, out_features), out_dtype, purpose)
         weight, x = trial_factors(in_features, dtype)
         self._host = weight, x  # the stream reads them later
         for array, host in ((self.weights[0], weight), (self.x, x)):
-            first = array[:_BLOCK]
+            first = array[:_TRIAL_ROWS]
             self.stream.upload(first, host[: first.shape[0]])
-            for low in range(_BLOCK, array.shape[0], _BLOCK):
-                self.stream.copy(array[low : low + _BLOCK], first)
+            for low in range(_TRIAL_ROWS, array.shape[0], _TRIAL_ROWS):
+                self.stream.copy(array[low : low + _TRIAL_ROWS], first)
 
     def bits(self, multiply: Callable[[], None]) -> bytes:
         """Return the bits of the first rows of a product with the first weight."""
         multiply()
-        return self.rows(FEW[-1]).tobytes()
+        return self.rows(KERNEL_ROWS[-1]).tobytes()
 
     def rows(self, count: int) -> np.ndarray:
         """Return the bits of the first rows of the last product, [count, out_features] integers."""
@@ -385,8 +385,8 @@ class Trial:
     def blocks(self, count: int) -> Iterator[np.ndarray]:
         """Yield the rows of the last product by blocks, which are alike: the activations repeat."""
         bits = self.rows(count)
-        for first in range(0, count, _BLOCK):
-            yield bits[first : first + _BLOCK]
+        for first in range(0, count, _TRIAL_ROWS):
+            yield bits[first : first + _TRIAL_ROWS]
 
     def ranked(self, calls: Mapping[T, Sequence[Callable[[], None]]], margin: float = 1.0) -> list[T]:
         """Return the keys of calls that run, the fastest first; those within a factor `margin` of it keep their order.

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent
+KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}  # by NumPy's name: `KIND` of numbers.cuh
 
 
 @functools.cache
@@ -22,3 +23,8 @@ def library() -> Mapping[str, str]:
 def including(*names: str) -> str:
     """Return a source that includes files of the library."""
     return "".join(f'#include "{name}"\n' for name in names)
+
+
+def kind_options(dtype: str) -> tuple[str, ...]:
+    """Return the options that compile a source for activations and weights of a type; float32 is of few sources."""
+    return (f"-DKIND={KINDS[dtype]}",)

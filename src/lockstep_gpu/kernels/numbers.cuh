@@ -47,6 +47,11 @@ __device__ __forceinline__ unsigned short bfloat16_of(float value) {
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(value));
     return r;
 }
+__device__ __forceinline__ u32 hsub2(u32 a, u32 b) {  // two numbers of fp16 each
+    u32 r;
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
 #endif
 __device__ __forceinline__ float number(unsigned short bits) {
     return KIND == 1 ? number_of_half(bits) : number_of_bfloat16(bits);

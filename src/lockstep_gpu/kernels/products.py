@@ -21,14 +21,13 @@ from lockstep_gpu import cuda
 from lockstep_gpu.kernels.expert_products import TILES, Tile
 from lockstep_gpu.kernels.fp8_gemm import Fp8Gemm, QuantizedRows
 from lockstep_gpu.kernels.gemm import ALIGNED, MAX_OUTPUTS, Gemm, output_arguments, padded, size_for
-from lockstep_gpu.kernels.library import including
-from lockstep_gpu.kernels.numbers import kind_options
+from lockstep_gpu.kernels.library import including, kind_options
 
-_ROWS = (8, 16)  # the kernel is compiled for up to this many rows
+_KERNEL_ROWS = (8, 16)  # the kernel is compiled for up to this many rows
 MAX_KERNEL_ROWS = 32  # with more, dequantizing the weight and reading it again is faster
-_WIDTHS = (8192, 16384)  # out_features from which a GEMM is wide, and very wide
+_WIDE_OUTPUTS = (8192, 16384)  # out_features from which a GEMM is wide, and very wide
 # By bits and rows of the kernel: outputs and warps of a block, for a GEMM that is not wide, wide and very wide.
-_TILES = {
+_BLOCKS = {
     (8, 8): ((16, 16), (32, 8), (32, 8)),
     (8, 16): ((32, 16), (16, 4), (64, 4)),
     (4, 8): ((32, 16), (64, 8), (64, 8)),
@@ -140,7 +139,7 @@ class Products:
         kernel_launch = functools.cache(functools.partial(self._kernel_launch, weight, x, outs))
         # At its first call: by then all weights are bound, so the scratch memory has its final size.
         dequantized = functools.cache(functools.partial(self._dequantized, weight, x, outs))
-        step = _ROWS[-1]
+        step = _KERNEL_ROWS[-1]
 
         def multiply(rows: int) -> None:
             if rows > kernel_rows:
@@ -148,7 +147,7 @@ class Products:
                 return
             for first in range(0, rows, step):
                 count = min(rows - first, step)
-                launch, blocks = kernel_launch(first, size_for(count, _ROWS))
+                launch, blocks = kernel_launch(first, size_for(count, _KERNEL_ROWS))
                 launch(blocks, count)
 
         return multiply
@@ -159,7 +158,7 @@ class Products:
         """Return a launch of the kernel, and its blocks, for up to `max_rows` rows from row `first` on."""
         assert weight.scales is not None  # quantized
         total = sum(weight.out_features)
-        outputs, warps = _TILES[weight.bits, max_rows][sum(total >= width for width in _WIDTHS)]
+        outputs, warps = _BLOCKS[weight.bits, max_rows][sum(total >= width for width in _WIDE_OUTPUTS)]
         out_arguments = output_arguments([out[first:] for out in outs])
         kernel = self._small()[f"gemv_{weight.bits}_{outputs}_{warps}_{max_rows}"]
         arguments: tuple[cuda.Array | int, ...] = (

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from lockstep.errors import CheckError
 from lockstep_gpu.cuda import Array, Kernel, Stream, compile_kernels
-from lockstep_gpu.kernels.library import including
-from lockstep_gpu.kernels.numbers import KINDS
+from lockstep_gpu.kernels.library import KINDS, including
 
 _MAX_VOCAB_SIZE = 1 << 20  # ID_BITS in next_token.cu
 _THREADS = 1024  # THREADS in next_token.cu

@@ -17,8 +17,7 @@ from lockstep.errors import CheckError
 from lockstep.step.advance import next_power_of_two
 from lockstep_gpu import cuda
 from lockstep_gpu.device import Device
-from lockstep_gpu.kernels.library import including
-from lockstep_gpu.kernels.numbers import KINDS
+from lockstep_gpu.kernels.library import KINDS, including
 
 _BLOCKS = 128  # MOST_BLOCKS in sums.cuh
 _UNIT = 16  # bytes

@@ -17,7 +17,7 @@ from fake_gpu.compiled import CODE_OF
 from lockstep.weights import e4m3
 from lockstep.weights.groups import dequantize
 from lockstep.weights.mxfp4 import mxfp4_numbers
-from lockstep_gpu.kernels.numbers import KINDS
+from lockstep_gpu.kernels.library import KINDS
 
 TESTS = Path(__file__).parents[2]
 KERNELS = TESTS.parent / "src" / "lockstep_gpu" / "kernels"

@@ -10,8 +10,7 @@ import pytest
 from lockstep.errors import LockstepError
 from lockstep.targets import Results
 from lockstep_gpu.backends.cuda.compiler import compile_block
-from lockstep_gpu.kernels.library import including, library
-from lockstep_gpu.kernels.numbers import kind_options
+from lockstep_gpu.kernels.library import including, kind_options, library
 from lockstep_gpu.state_kernels import THREADS, StateKernelSpec
 
 AMPERE = (8, 0)

@@ -46,34 +46,48 @@ def compile_block(model: onnx.ModelProto, is_fp32: bool = False) -> KernelsFile:
     Raises CheckError for an operator without a kernel, for zero points that are inputs, which the kernels do not read,
     and where the results of kernels and products differ from the graph's.
     """
-    name = model.graph.name
     dtype = declared_activations(model) or "float16"
     if is_fp32:
         dtype = "float32"
     elif widened(model) is not model:
         dtype = "bfloat16"
     # Kernels compute in float32, so the graph that they are generated from and compared with does, too.
-    wide = run_passes(in_float32(model), ChosenExperts())
+    float32_model = run_passes(in_float32(model), ChosenExperts())
     try:
-        cut = cut_products(wide)
+        cut = cut_products(float32_model)
         slots = set[str]()
         for product in _products(cut):
             slots.update(product.slots)
         signature = signature_of(model.graph, slots)
         if is_fp32:
             stream = set[str]()
-            wide_names = _floats(cut)
+            float32_names = _floats(cut)
         else:
-            stream = residual_stream(wide, signature)
+            stream = residual_stream(float32_model, signature)
             cut = with_copies(_with_float32_products(cut, model), stream, signature)
-            wide_names = stream | _float32_weights(model.graph)
-            wide_names.update(product.output for product in _products(cut) if product.is_float32)
+            float32_names = stream | _float32_weights(model.graph)
+            float32_names.update(product.output for product in _products(cut) if product.is_float32)
         quantized = {product.input for product in _products(cut) if product.is_fp8}
         kernels = [
-            row_kernel(piece, f"piece_{number}", quantized, wide_names) for number, piece in enumerate(cut.pieces)
+            row_kernel(piece, f"piece_{number}", quantized, float32_names) for number, piece in enumerate(cut.pieces)
         ]
     except CheckError as error:
         raise CheckError(f"{error}; use the backend tensorrt, which compiles any operator") from None
+    _check_products(cut, model.graph.name)
+    _check_same(float32_model, cut)
+    steps = []
+    for step in cut.steps:
+        if isinstance(step, int):
+            steps.append(BlockStep(kernel=kernels[step]))
+        else:
+            steps.append(BlockStep(products=tuple(step)))
+    inputs = _declared_types(filter(_is_activation, signature.inputs), dtype, stream)
+    outputs = _declared_types(signature.outputs, dtype, stream)
+    return KernelsFile(inputs, outputs, cut.inner, tuple(steps), dtype)
+
+
+def _check_products(cut: CutGraph, name: str) -> None:
+    """Raise CheckError for products whose sizes or zero points the kernels do not take."""
     for product in _products(cut):
         if product.is_fp8 and product.in_features % _FP8_ALIGNED:
             raise CheckError(
@@ -90,16 +104,6 @@ def compile_block(model: onnx.ModelProto, is_fp32: bool = False) -> KernelsFile:
                 f"graph {name}: expected quantised weights whose zero points are the middle, found "
                 f"{product.slots[2]!r}; this backend takes no zero points, use the backend onnxruntime"
             )
-    _check_same(wide, cut)
-    steps = []
-    for step in cut.steps:
-        if isinstance(step, int):
-            steps.append(BlockStep(kernel=kernels[step]))
-        else:
-            steps.append(BlockStep(products=tuple(step)))
-    inputs = _declared_types(filter(_is_activation, signature.inputs), dtype, stream)
-    outputs = _declared_types(signature.outputs, dtype, stream)
-    return KernelsFile(inputs, outputs, cut.inner, tuple(steps), dtype)
 
 
 def _float32_weights(graph: onnx.GraphProto) -> set[str]:

@@ -30,8 +30,7 @@ from lockstep_gpu.kernels.expert_products import ExpertOrder, ExpertStack, large
 from lockstep_gpu.kernels.expert_products import bind as bind_experts
 from lockstep_gpu.kernels.fp8_gemm import QuantizedRows
 from lockstep_gpu.kernels.gemm import ALIGNED
-from lockstep_gpu.kernels.library import including
-from lockstep_gpu.kernels.numbers import kind_options
+from lockstep_gpu.kernels.library import including, kind_options
 from lockstep_gpu.kernels.products import Adapters, Products, SmallWeight, StridedView
 from lockstep_gpu.kernels.row_kernels import (
     CHOICES,

@@ -152,9 +152,6 @@ class Library:
             raise CheckError(f"{where}: {self.title} cannot read this graph: {message}")
         return parser
 
-    def tactic_source_names(self) -> list[str]:
-        return sorted(name.lower() for name in self.api.TacticSource.__members__)
-
     def create_config(
         self, builder: trt.Builder, workspace_bytes: int, level: int, tactic_sources: Sequence[str] | None
     ) -> trt.IBuilderConfig:
@@ -166,10 +163,11 @@ class Library:
         config.clear_flag(self.api.BuilderFlag.TF32)
         if tactic_sources is not None:
             sources = self.api.TacticSource.__members__
-            unknown = sorted(set(tactic_sources) - {name.lower() for name in sources})
+            names = sorted(name.lower() for name in sources)
+            unknown = sorted({*tactic_sources}.difference(names))
             if unknown:
                 raise InputError(
-                    f"tactic_sources: expected some of {', '.join(self.tactic_source_names())} (TensorRT "
+                    f"tactic_sources: expected some of {', '.join(names)} (TensorRT "
                     f"{self.api.__version__}), found {', '.join(unknown)}"
                 )
             config.set_tactic_sources(sum(1 << int(sources[name.upper()]) for name in set(tactic_sources)))
