@@ -17,7 +17,6 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon  # noqa: F401  lint needs it, and without it would offer to install it
 from polygraphy.backend.base import BaseRunner
-from polygraphy.backend.onnxrt import OnnxrtRunner
 from polygraphy.common import TensorMetadata
 from polygraphy.comparator import Comparator, SimpleCompareFunc
 from polygraphy.exception import PolygraphyException
@@ -109,48 +108,17 @@ class FunctionRunner(BaseRunner):
         self._function = function
 
     def get_input_metadata_impl(self) -> TensorMetadata:
-        return _metadata(self._inputs)
+        types = TensorMetadata()
+        for io in self._inputs:
+            sizes = [dim if isinstance(dim, int) else None for dim in io.shape]  # None: a dynamic dimension
+            types.add(io.name, io.numpy_dtype, tuple(sizes))
+        return types
 
     def infer_impl(self, feed_dict: Mapping[str, np.ndarray]) -> OrderedDict[str, np.ndarray]:
         start = time.perf_counter()
         outputs = OrderedDict(logits=self._function(feed_dict))
         self.inference_time = time.perf_counter() - start
         return outputs
-
-
-class BoundRunner(OnnxrtRunner):
-    """Polygraphy's ONNX Runtime runner that adds weights to the inputs, and keeps them while it is active."""
-
-    def __init__(self, name: str, inputs: Sequence[IO], session: Any, weights: Callable[[], Mapping[str, np.ndarray]]):
-        super().__init__(session, name=name)
-        self._declared = inputs
-        self._read_weights = weights
-        self._weights: Mapping[str, np.ndarray] = {}
-
-    def activate_impl(self) -> None:
-        super().activate_impl()
-        self._weights = self._read_weights()
-
-    def deactivate_impl(self) -> None:
-        self._weights = {}
-        super().deactivate_impl()
-
-    def get_input_metadata_impl(self) -> TensorMetadata:
-        return _metadata(self._declared)
-
-    def infer_impl(self, feed_dict: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        return super().infer_impl({**feed_dict, **self._weights})
-
-
-def _metadata(inputs: Sequence[IO]) -> TensorMetadata:
-    """Return declared inputs in Polygraphy's form; None is a dynamic dimension."""
-    types = TensorMetadata()
-    for io in inputs:
-        sizes: list[int | None] = []
-        for dim in io.shape:
-            sizes.append(None if isinstance(dim, str) else dim)
-        types.add(io.name, io.numpy_dtype, tuple(sizes))
-    return types
 
 
 def compare(

@@ -11,7 +11,7 @@ import functools
 import gc
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ from lockstep.verify.records import Record
 from lockstep.verify.rounded import noisy
 from lockstep.verify.validate.beyond import check_adapter_slots, check_magnitudes
 from lockstep.verify.validate.parity import embedding_error, forward, layer_errors, where, wrong_layers
-from lockstep.verify.validate.polygraphy_checks import BoundRunner, FunctionRunner, check_model, compare, lint
+from lockstep.verify.validate.polygraphy_checks import FunctionRunner, check_model, compare, lint
 from lockstep.verify.validate.torch_trace import TorchModel
 from lockstep.weights import Weights
 
@@ -249,8 +249,7 @@ class _Validation:
         runners: list[BaseRunner] = [FunctionRunner("split", inputs, split)]
         if uncut is not None:
             self._check_graph("batchful", uncut)
-            weights = functools.partial(graphs.uncut_weights, uncut)
-            runners.append(BoundRunner("batchful", inputs, uncut.session, weights))
+            runners.append(FunctionRunner("batchful", inputs, _uncut_logits(graphs, uncut)))
         runners.append(FunctionRunner("torch", inputs, expected))
         bound = self._tolerance.noise * noise
         if self._tolerance.logits is not None:
@@ -262,6 +261,12 @@ class _Validation:
                     f"whole forward ({runner}): every layer alone is within tolerance, but the logits together "
                     f"differ by {error.max_abs_error}, expected at most {bound:.3g}"
                 )
+
+
+def _uncut_logits(graphs: Graphs, uncut: Graph) -> Callable[[Mapping[str, np.ndarray]], np.ndarray]:
+    # Read when the graph runs first: together they are the whole model.
+    weights = functools.cache(functools.partial(graphs.uncut_weights, uncut))
+    return lambda feed: uncut.run({io.name: feed[io.name] for io in uncut.inputs}, weights())["logits"]
 
 
 def _bound_tensors(assembly: Assembly) -> list[str]:
