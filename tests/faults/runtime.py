@@ -50,22 +50,22 @@ def both(*changes: Change) -> Change:
 
 
 def late(right):
-    def write(self, layer, place, start, key, value):
-        right(self, layer, place, start + 1 if start + 1 + len(key) <= place.capacity else start, key, value)
+    def write(self, layer, cache_row, start, key, value):
+        right(self, layer, cache_row, start + 1 if start + 1 + len(key) <= cache_row.capacity else start, key, value)
 
     return write
 
 
 def to_the_row_before(right):
-    return lambda self, layer, place, start, key, value: right(
-        self, layer, replace(place, row=max(place.row - 1, 0)), start, key, value
+    return lambda self, layer, cache_row, start, key, value: right(
+        self, layer, replace(cache_row, index=max(cache_row.index - 1, 0)), start, key, value
     )
 
 
 def second_chunk_lost(right):
-    def write(self, layer, place, start, key, value):
+    def write(self, layer, cache_row, start, key, value):
         if not start:
-            right(self, layer, place, start, key, value)
+            right(self, layer, cache_row, start, key, value)
 
     return write
 
@@ -85,10 +85,10 @@ def growth_loses(rows: Callable[[int], slice]) -> Wrap:
 
     def wrap(right):
         def reserve(self, slot, length):
-            before = self._places.get(slot)
+            before = self._cache_rows.get(slot)
             moved = right(self, slot, length)
-            if before not in (None, self._places[slot]):
-                for array in (array for pair in self._row(self._places[slot]) for array in pair):
+            if before not in (None, self._cache_rows[slot]):
+                for array in (array for pair in self._row(self._cache_rows[slot]) for array in pair):
                     array[:, :, rows(int(self.lengths[slot]))] = 0
             return moved
 
@@ -116,8 +116,8 @@ def plans_outlive_growth(right):
 
 
 def stale_after_reset(right):
-    def drop(self, place):
-        self.rows[place.capacity].slots[place.row] = None
+    def drop(self, cache_row):
+        self.rows[cache_row.capacity].slots[cache_row.index] = None
 
     return drop
 

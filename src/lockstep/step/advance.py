@@ -187,6 +187,7 @@ class Executor(Protocol):
 
 
 def check(advances: Sequence[Advance], cache: Executor, vocab_size: int, max_num_tokens: int | None) -> None:
+    """Raise InputError for a step that `Model.step` does not take."""
     slots = set()
     total = 0
     for advance in advances:
@@ -213,22 +214,18 @@ def check(advances: Sequence[Advance], cache: Executor, vocab_size: int, max_num
             raise InputError(
                 f"step: slot {slot}: expected at most {cache.max_seq_len} tokens (max_seq_len), found {start + count}"
             )
-        low = high = advance.tokens[0]
+        extremes = [advance.tokens[0]]
         if count > 1:  # a token of a decode step is not worth a reduction
-            low = np.min(advance.tokens)
-            high = np.max(advance.tokens)
-        if low < 0 or high >= vocab_size:
-            bad_token = high
-            if low < 0:
-                bad_token = low
-            raise InputError(f"step: slot {slot}: tokens: expected 0 to {vocab_size - 1}, found {bad_token}")
+            extremes = [np.min(advance.tokens), np.max(advance.tokens)]
+        for token in extremes:
+            if not 0 <= token < vocab_size:
+                raise InputError(f"step: slot {slot}: tokens: expected 0 to {vocab_size - 1}, found {token}")
         total += count
     if not total:
         raise InputError("step: expected at least one request, found none")
     if max_num_tokens is not None and total > max_num_tokens:
         raise InputError(
-            f"step: expected at most {max_num_tokens} tokens (max_num_tokens), found {total}; "
-            f"bring long prompts in chunks"
+            f"step: expected at most {max_num_tokens} tokens (max_num_tokens), found {total}; split long prompts"
         )
 
 

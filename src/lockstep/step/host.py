@@ -12,7 +12,7 @@ import numpy as np
 from lockstep.artifacts.signature import IO, Signature
 from lockstep.step.advance import Advance, split
 from lockstep.step.executable import Executable, HostExecutable
-from lockstep.step.host_step import Chunk, HostStep, Layout, RowAttention, Rows, Verified
+from lockstep.step.host_step import Chunk, DecodeRows, HostStep, Layout, RowAttention, Verified
 from lockstep.step.kv_cache import CacheRow, KVCache
 from lockstep.step.logits_pipeline import Row, Sampler, choose, most_likely
 from lockstep.step.network import Network
@@ -84,7 +84,7 @@ class HostExecutor:
         if self.cache.group_shapes():
             state_pages = -(-self.cache.state_nbytes // page_nbytes)
         self.tables = PageTables(pool, num_slots, self._pages_for, shares=False, state_pages=state_pages)
-        self._room = [0] * num_slots  # the capacity of each slot's row, whose pages are reserved
+        self._capacities = [0] * num_slots  # of each slot's row, whose pages are reserved
         self._steps: dict[tuple[int, Layout], HostStep] = {}  # by network and layout
         self._row_attentions: dict[tuple[int, CacheRow], RowAttention] = {}  # by layer and row
         self.last_step: tuple[HostStep, Sequence[Advance]] | None = None
@@ -122,7 +122,7 @@ class HostExecutor:
     def reset(self, slot: int) -> None:
         self.cache.reset(slot)
         self.tables.release(slot)
-        self._room[slot] = 0
+        self._capacities[slot] = 0
 
     def logits(self, advances: Sequence[Advance]) -> np.ndarray:
         return self.run_step(advances).logits().astype(np.float32)
@@ -130,7 +130,7 @@ class HostExecutor:
     def run_step(self, advances: Sequence[Advance]) -> HostStep:
         self.last_step = None  # free its buffers before others are allocated
         lengths = {advance.slot: advance.start + len(advance.tokens) for advance in advances}
-        grown = {slot: length for slot, length in lengths.items() if length > self._room[slot]}
+        grown = {slot: length for slot, length in lengths.items() if length > self._capacities[slot]}
         if grown:
             self.tables.reserve(grown)
             for slot, length in grown.items():
@@ -165,7 +165,7 @@ class HostExecutor:
         advance = advances[number]
         row = sum(other.num_rows for other in advances[: number + 1]) - 1
         last_packed = int(step.logit_rows[row])
-        packed_zero = last_packed + 1 - len(advance.tokens) - advance.start  # packed index minus position
+        packed_zero = last_packed + 1 - len(advance.tokens) - advance.start  # the packed index of position 0
         for start, end in self._chunks(advance):
             for first in range(start, end, _ROWS):
                 positions = np.arange(first, min(first + _ROWS, end), dtype=np.int64)
@@ -189,6 +189,7 @@ class HostExecutor:
             sampler = self.samplers.get(advance.slot)
             if sampler is not None:
                 length = advance.start + len(advance.tokens)
+                # From the last row to the first: each is drawn with the noise of its position.
                 for before_end in range(advance.num_rows):
                     row = end - 1 - before_end
                     rows[row] = Row(sampler, logits[row], length - before_end)
@@ -203,6 +204,7 @@ class HostExecutor:
         self.lengths[slot] = length
 
     def share(self, slot: int, pages: Sequence[int]) -> None:
+        # A chunk's pages: first those of its tokens, then those that its states count as.
         chunk_pages = self.tables.chunk_pages(self.chunk_size)
         token_pages_of_chunk = chunk_pages - self.tables.state_pages
         token_pages = [page for number, page in enumerate(pages) if number % chunk_pages < token_pages_of_chunk]
@@ -210,7 +212,7 @@ class HostExecutor:
         self._reserve_row(slot, length)
         for number, page in enumerate(token_pages):
             self.cache.copy_in(slot, number * PAGE_SIZE, self.stored_pages[page])
-        if self.tables.state_pages:
+        if self.tables.state_pages:  # after the last chunk; earlier ones are only for shorter prefixes
             self.cache.states_in(slot, self.stored_pages[pages[-1]])
         self.cache.lengths[slot] = length
 
@@ -256,25 +258,26 @@ class HostExecutor:
 
     def _reserve_row(self, slot: int, num_tokens: int) -> None:
         if self.cache.reserve(slot, num_tokens):
+            # Bound calls have views of the arrays that were moved.
             self._steps.clear()
             self._row_attentions.clear()
-        self._room[slot] = self.cache.row_of(slot).capacity
+        self._capacities[slot] = self.cache.row_of(slot).capacity
 
     def _lay_out(self, advances: Sequence[Advance]) -> Layout:
         """Return a step's layout: decoding requests by row, then the others in the order of `advances`."""
         rows: dict[int, list[int]] = {}
         chunks: list[Chunk | Verified] = []
         for advance in advances:
-            place = self.cache.row_of(advance.slot)
+            cache_row = self.cache.row_of(advance.slot)
             if len(advance.tokens) == 1:
-                rows.setdefault(place.capacity, []).append(place.row)
+                rows.setdefault(cache_row.capacity, []).append(cache_row.index)
             elif advance.verifies:
-                chunks.append(Verified(place, len(advance.tokens)))
+                chunks.append(Verified(cache_row, len(advance.tokens)))
             else:
                 for start, end in self._chunks(advance):
                     keeps_states = advance.keeps_states and not end % self.chunk_size
-                    chunks.append(Chunk(place, start, end - start, keeps_states))
-        decoding = [Rows(capacity, min(numbers), max(numbers) + 1) for capacity, numbers in sorted(rows.items())]
+                    chunks.append(Chunk(cache_row, start, end - start, keeps_states))
+        decoding = [DecodeRows(capacity, min(numbers), max(numbers) + 1) for capacity, numbers in sorted(rows.items())]
         return Layout(tuple(decoding), tuple(chunks), sum(advance.num_rows for advance in advances))
 
     def _chunks(self, advance: Advance) -> Iterator[tuple[int, int]]:
@@ -306,11 +309,12 @@ class HostExecutor:
         decoding, chunks = split(advances)
         rows = []
         for advance in decoding:
-            place = self.cache.row_of(advance.slot)
-            decoded[place.capacity].append(place.row)
-            rows.append(offsets[place.capacity] + place.row)
+            cache_row = self.cache.row_of(advance.slot)
+            decoded[cache_row.capacity].append(cache_row.index)
+            rows.append(offsets[cache_row.capacity] + cache_row.index)
         ranges = step.tokens.pack(decoding, rows, layout.num_decode, chunks)
         if len(decoding) < layout.num_decode:
+            # A dummy token is at the position after its row's last token, where an engine may write: see `host_step`.
             for part, packed in zip(layout.decoding, step.slices):
                 gaps = step.tokens.slots[packed] < 0
                 lengths = self.cache.row_lengths(part.capacity, part.low, part.high)

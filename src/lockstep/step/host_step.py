@@ -32,7 +32,7 @@ from lockstep.step.ranks import RankBlock
 
 
 @dataclass(frozen=True)
-class Rows:
+class DecodeRows:
     """Rows `low` to `high`-1 of one capacity of the cache, with one token each."""
 
     capacity: int
@@ -48,24 +48,24 @@ class Rows:
 class Chunk:
     """`count` tokens of a request that holds `start` tokens.
 
-    place: its row of the cache. keeps_states: copy the states after the chunk to `HostStep.kept_states`.
+    cache_row: of its request. keeps_states: copy the states after the chunk to `HostStep.kept_states`.
     """
 
-    place: CacheRow
+    cache_row: CacheRow
     start: int
     count: int
     keeps_states: bool = False
 
     @property
     def end(self) -> tuple[CacheRow, int]:
-        return self.place, self.start + self.count
+        return self.cache_row, self.start + self.count
 
 
 @dataclass(frozen=True)
 class Verified:
-    """`count` tokens of a request, each computed as in a decode step. place: its row of the cache."""
+    """`count` tokens of a request, each computed as in a decode step. cache_row: of its request."""
 
-    place: CacheRow
+    cache_row: CacheRow
     count: int
 
 
@@ -76,7 +76,7 @@ class Layout:
     num_logits: rows that go through lm_head.
     """
 
-    decoding: tuple[Rows, ...]
+    decoding: tuple[DecodeRows, ...]
     chunks: tuple[Chunk | Verified, ...]
     num_logits: int
 
@@ -165,8 +165,8 @@ class HostStep:
         self.tokens = PackedTokens.empty(layout.num_tokens)
         self.adapter_ids = np.full(layout.num_tokens, -1, np.int64)
         self.logit_rows = np.zeros(layout.num_logits, np.int64)
-        # New keys and values by `layout.decoding`, then by group of layers.
-        self._new = [_new_pairs(cache, part.count) for part in layout.decoding]
+        # New keys and values by `layout.decoding`, then by group of layers: all are written to the cache at the end.
+        self._new = [_new_pairs(cache, rows.count) for rows in layout.decoding]
         values = {
             "token_ids": self.tokens.token_ids,
             "position_ids": self.tokens.position_ids,
@@ -196,7 +196,7 @@ class HostStep:
                 else:
                     self._add_attention(index, mixer, values)
         self._exit = network.exit
-        self._before_exit = dict(values)
+        self._before_exit = dict(values)  # for `logits_after`, which runs the exit again for other rows
         self._add_exit(network.exit, values)
 
     def logits(self) -> np.ndarray:
@@ -234,15 +234,15 @@ class HostStep:
         """
         if self._layers is not None:
             return  # that engine has written them
-        for part, tokens, new in zip(self.layout.decoding, self.slices, self._new):
-            rows = decoded[part.capacity]
-            offsets = rows - part.low
+        for rows, tokens, new in zip(self.layout.decoding, self.slices, self._new):
+            indices = decoded[rows.capacity]
+            offsets = indices - rows.low
             starts = self.tokens.position_ids[tokens][offsets]
             for group, (keys, values) in enumerate(new):
-                if len(rows) < part.count:
+                if len(indices) < rows.count:
                     keys = keys[:, offsets]
                     values = values[:, offsets]
-                self._cache.write_each(group, part.capacity, rows, starts, keys, values)
+                self._cache.write_each(group, rows.capacity, indices, starts, keys, values)
 
     def _add_block(self, block: Block, values: dict[str, np.ndarray], layer: int | None = None) -> None:
         inputs = _inputs(block, values)
@@ -253,11 +253,11 @@ class HostStep:
         values.update({io.key: outputs[io.name] for io in block.signature.outputs})
 
     def _add_decode_layers(self, layers: HostExecutable, network: Network, values: dict[str, np.ndarray]) -> None:
-        (part,) = self.layout.decoding
+        (rows,) = self.layout.decoding
         values["past_lengths"] = self.tokens.position_ids  # a token's position is the length of its past
         inputs = {name: array for name, array in values.items() if name in layers.inputs}
         for index in range(len(network.layers)):
-            key, value = self._cache.view(index, part.capacity, part.low, part.high)
+            key, value = self._cache.view(index, rows.capacity, rows.low, rows.high)
             inputs[f"{index}.past_key"] = key
             inputs[f"{index}.past_value"] = value
         outputs = {}
@@ -287,36 +287,38 @@ class HostStep:
         cache = self._cache
         slices = self.slices
         group, index_in_group = cache.layer(index)
-        for part, tokens, new in zip(self.layout.decoding, slices, self._new):
-            past = cache.view(index, part.capacity, part.low, part.high)
+        for rows, tokens, new in zip(self.layout.decoding, slices, self._new):
+            past = cache.view(index, rows.capacity, rows.low, rows.high)
             lengths = self.tokens.position_ids[tokens]  # a token's position is the length of its past
-            # Arrays of all layers of a shape, which the step writes to the cache at its end in one copy.
             all_keys, all_values = new[group]
             new_key = all_keys[index_in_group]
             new_value = all_values[index_in_group]
             self._add_call(layer_attention, "decode", tokens, values, past, lengths, attention, new_key, new_value)
         for chunk, tokens in zip(self.layout.chunks, slices[len(self.layout.decoding) :]):
             if isinstance(chunk, Verified):
-                self._add_verified(index, chunk.place, tokens, layer_attention, values, attention)
+                self._add_verified(index, chunk.cache_row, tokens, layer_attention, values, attention)
                 continue
             key, value = self._chunk_buffers(chunk, layer_attention)
             past = self._past(index, chunk, layer_attention)
             lengths = np.array([chunk.start], np.int64)
             self._add_call(layer_attention, "prefill", tokens, values, past, lengths, attention, key, value)
-            self.calls.append(functools.partial(cache.write, index, chunk.place, chunk.start, key, value))
+            self.calls.append(functools.partial(cache.write, index, chunk.cache_row, chunk.start, key, value))
         values["attention"] = attention
 
     def _add_state(self, index: int, mixer: LayerState, values: dict[str, np.ndarray]) -> None:
-        """Add the calls of a recurrent mixer: of rows that decode, then of each chunk after the previous one."""
+        """Add the calls of a recurrent mixer: of rows that decode, then of each chunk.
+
+        A request's chunks follow one another in the list, and each call starts with the state that the last one wrote.
+        """
         output = self._buffer(mixer.attention, self.layout.num_tokens)
         slices = self.slices
         decoding = self.layout.decoding
-        for part, tokens in zip(decoding, slices):
-            state = self._cache.state(index, part.capacity, part.low, part.high)
+        for rows, tokens in zip(decoding, slices):
+            state = self._cache.state(index, rows.capacity, rows.low, rows.high)
             new = self._add_state_call(mixer, "decode", tokens, values, state, output)
-            self.calls.append(functools.partial(self._write_states, part, state, new))
+            self.calls.append(functools.partial(self._write_states, rows, state, new))
         for chunk, tokens in zip(self.layout.chunks, slices[len(decoding) :]):
-            state = self._cache.state(index, chunk.place.capacity, chunk.place.row, chunk.place.row + 1)
+            state = self._cache.state(index, chunk.cache_row.capacity, chunk.cache_row.index, chunk.cache_row.index + 1)
             new = self._add_state_call(mixer, "prefill", tokens, values, state, output)
             self.calls.append(functools.partial(np.copyto, state, new))
             if isinstance(chunk, Chunk) and chunk.end in self.kept_states:
@@ -340,28 +342,28 @@ class HostStep:
         self.calls.append(mixer.engines[phase].prepare(inputs, {"attention": output[tokens], "state_out": new}))
         return new
 
-    def _write_states(self, part: Rows, state: np.ndarray, new: np.ndarray) -> None:
+    def _write_states(self, rows: DecodeRows, state: np.ndarray, new: np.ndarray) -> None:
         """Write the new states of the rows that decode, and keep those of the rows in between."""
-        rows = self._decoded[part.capacity] - part.low
-        if len(rows) == part.count:
+        decoded = self._decoded[rows.capacity] - rows.low
+        if len(decoded) == rows.count:
             np.copyto(state, new)
         else:
-            state[rows] = new[rows]
+            state[decoded] = new[decoded]
 
     def _add_verified(
         self,
         index: int,
-        place: CacheRow,
+        cache_row: CacheRow,
         tokens: slice,
         layer_attention: LayerAttention,
         values: Mapping[str, np.ndarray],
         attention: np.ndarray,
     ) -> None:
         """Add a decode call for each token of a draft, so that a verified token has the bits of a decoded one."""
-        row = self._rows.get((index, place))
+        row = self._rows.get((index, cache_row))
         if row is None:
-            past = self._cache.view(index, place.capacity, place.row, place.row + 1)
-            row = self._rows[index, place] = RowAttention(layer_attention, past, self._cache.dtype)
+            past = self._cache.view(index, cache_row.capacity, cache_row.index, cache_row.index + 1)
+            row = self._rows[index, cache_row] = RowAttention(layer_attention, past, self._cache.dtype)
         for number in range(tokens.start, tokens.stop):
             token = slice(number, number + 1)
             inputs = {name: values[name][token] for name in ("query", "key", "value", "position_ids")}
@@ -373,14 +375,14 @@ class HostStep:
         A prompt's first chunk has one masked position.
         """
         shape = layer_attention.cache
-        length = max(chunk.start, 1)
+        length = max(chunk.start, 1)  # graphs take no empty past; `past_lengths` is 0
         pair = self._buffers.get(("past", chunk, shape))
         if pair is None:
             dims = (1, shape.num_kv_heads, length)
             pair = [np.zeros((*dims, dim), self._cache.dtype) for dim in (shape.head_dim, shape.value_head_dim)]
             self._buffers[("past", chunk, shape)] = pair
         if chunk.start:
-            row = self._cache.view(index, chunk.place.capacity, chunk.place.row, chunk.place.row + 1)
+            row = self._cache.view(index, chunk.cache_row.capacity, chunk.cache_row.index, chunk.cache_row.index + 1)
             for buffer, cached in zip(pair, row):
                 self.calls.append(functools.partial(np.copyto, buffer, cached[:, :, :length]))
         return pair[0], pair[1]

@@ -52,13 +52,13 @@ class StateShape:
 
 @dataclass(frozen=True)
 class CacheRow:
-    """A request's row: number `row` of those with `capacity` tokens."""
+    """A request's row of the cache: number `index` of those with `capacity` tokens."""
 
     capacity: int
-    row: int
+    index: int
 
 
-class _Rows:
+class _CapacityRows:
     """The rows of one capacity.
 
     Attributes:
@@ -106,8 +106,8 @@ class KVCache:
         group_of |= {shape: group for group, shape in enumerate(states)}
         # By layer: its group, and its index in the group.
         self._layers = [(group_of[shape], layers[:index].count(shape)) for index, shape in enumerate(layers)]
-        self._places: dict[int, CacheRow] = {}  # by slot
-        self.rows: dict[int, _Rows] = {}  # by capacity
+        self._cache_rows: dict[int, CacheRow] = {}  # by slot
+        self.rows: dict[int, _CapacityRows] = {}  # by capacity
         self._kept_tokens = kept_nbytes // self.token_nbytes
 
     @property
@@ -128,13 +128,13 @@ class KVCache:
     def reserve(self, slot: int, length: int) -> bool:
         """Make room for `length` tokens of a slot. Return True if arrays moved, which invalidates views."""
         capacity = self.capacity_for(length)
-        old = self._places.get(slot)
+        old = self._cache_rows.get(slot)
         if old is not None and capacity <= old.capacity:
             return False
         moved = self._take_row(slot, capacity)
-        if old is not None:
+        if old is not None:  # the request has outgrown its row
             used = int(self.lengths[slot])
-            for (keys, values), (old_keys, old_values) in zip(self._row(self._places[slot]), self._row(old)):
+            for (keys, values), (old_keys, old_values) in zip(self._row(self._cache_rows[slot]), self._row(old)):
                 keys[:, :, :used] = old_keys[:, :, :used]
                 values[:, :, :used] = old_values[:, :, :used]
             self.states_in(slot, self._states(old))
@@ -143,7 +143,7 @@ class KVCache:
 
     def row_of(self, slot: int) -> CacheRow:
         """Return the row of a slot for which `reserve` was called. Raises KeyError."""
-        return self._places[slot]
+        return self._cache_rows[slot]
 
     def row_lengths(self, capacity: int, low: int, high: int) -> np.ndarray:
         """Return the number of tokens in each of rows `low:high`, int64."""
@@ -165,9 +165,9 @@ class KVCache:
         rows = self.rows[capacity]
         return rows.keys[group][index, low:high], rows.values[group][index, low:high]
 
-    def write(self, layer: int, place: CacheRow, start: int, key: np.ndarray, value: np.ndarray) -> None:
+    def write(self, layer: int, cache_row: CacheRow, start: int, key: np.ndarray, value: np.ndarray) -> None:
         """Write the key and value [num_tokens, num_kv_heads, head_dim] of a row's tokens from `start` on."""
-        keys, values = self.view(layer, place.capacity, place.row, place.row + 1)
+        keys, values = self.view(layer, cache_row.capacity, cache_row.index, cache_row.index + 1)
         end = start + len(key)
         keys[0, :, start:end] = key.swapaxes(0, 1)
         values[0, :, start:end] = value.swapaxes(0, 1)
@@ -179,13 +179,13 @@ class KVCache:
 
     def states_out(self, slot: int) -> list[np.ndarray]:
         """Return copies of a slot's states: [layers, *state] for each shape."""
-        return [array.copy() for array in self._states(self._places[slot])]
+        return [array.copy() for array in self._states(self._cache_rows[slot])]
 
     def empty_states(self) -> list[np.ndarray]:
         return [np.empty((count, *shape.sizes), _STATE) for shape, count in self._state_groups]
 
     def states_in(self, slot: int, states: Sequence[np.ndarray]) -> None:
-        for array, saved in zip(self._states(self._places[slot]), states, strict=True):
+        for array, saved in zip(self._states(self._cache_rows[slot]), states, strict=True):
             array[:] = saved
 
     def write_each(
@@ -196,6 +196,7 @@ class KVCache:
         key, value: [layers, len(rows), num_kv_heads, head_dim].
         """
         arrays = self.rows[capacity]
+        # Indices that a slice parts come first in NumPy: the left side is [len(rows), layers, num_kv_heads, head_dim].
         arrays.keys[group][:, rows, :, starts] = key.swapaxes(0, 1)
         arrays.values[group][:, rows, :, starts] = value.swapaxes(0, 1)
 
@@ -219,29 +220,29 @@ class KVCache:
     def _slot_arrays(self, slot: int) -> list[np.ndarray]:
         """Return views of a slot's keys and values: of each group keys, then values."""
         arrays: list[np.ndarray] = []
-        for keys, values in self._row(self._places[slot]):
+        for keys, values in self._row(self._cache_rows[slot]):
             arrays += [keys, values]
         return arrays
 
     def reset(self, slot: int) -> None:
-        place = self._places.pop(slot, None)
-        if place is not None:
-            self._drop_row(place)
+        cache_row = self._cache_rows.pop(slot, None)
+        if cache_row is not None:
+            self._drop_row(cache_row)
         self.lengths[slot] = 0
 
-    def _row(self, place: CacheRow) -> list[tuple[np.ndarray, np.ndarray]]:
+    def _row(self, cache_row: CacheRow) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return views of a row's keys and values of each group, [layers, num_kv_heads, capacity, head_dim]."""
-        rows = self.rows[place.capacity]
-        return [(keys[:, place.row], values[:, place.row]) for keys, values in zip(rows.keys, rows.values)]
+        rows = self.rows[cache_row.capacity]
+        return [(keys[:, cache_row.index], values[:, cache_row.index]) for keys, values in zip(rows.keys, rows.values)]
 
-    def _states(self, place: CacheRow) -> list[np.ndarray]:
-        return [states[:, place.row] for states in self.rows[place.capacity].states]
+    def _states(self, cache_row: CacheRow) -> list[np.ndarray]:
+        return [states[:, cache_row.index] for states in self.rows[cache_row.capacity].states]
 
     def _take_row(self, slot: int, capacity: int) -> bool:
         """Give a slot the lowest free row of a capacity. Return True if arrays grew, or others were freed."""
         rows = self.rows.get(capacity)
         if rows is None:
-            rows = self.rows[capacity] = _Rows()
+            rows = self.rows[capacity] = _CapacityRows()
         moved = None not in rows.slots
         if moved:
             # For all slots if possible: pages take memory only when written, while growing later means a copy.
@@ -255,11 +256,11 @@ class KVCache:
                 )
         row = rows.slots.index(None)
         rows.slots[row] = slot
-        self._places[slot] = CacheRow(capacity, row)
+        self._cache_rows[slot] = CacheRow(capacity, row)
         if row < rows.touched:
             return moved
         rows.touched = row + 1
-        return self._free_unused(capacity) or moved
+        return self._free_unused(capacity) or moved  # this row takes memory for the first time
 
     def _free_unused(self, needed_capacity: int) -> bool:
         """Free unused arrays of other capacities until the rest fits `kept_nbytes`. Return whether any were freed."""
@@ -275,16 +276,16 @@ class KVCache:
                 freed = True
         return freed
 
-    def _drop_row(self, place: CacheRow) -> None:
+    def _drop_row(self, cache_row: CacheRow) -> None:
         """Free a row and zero its memory: masked entries have weight 0, but 0 times a stale infinity is NaN."""
-        self.rows[place.capacity].slots[place.row] = None
-        for keys, values in self._row(place):
+        self.rows[cache_row.capacity].slots[cache_row.index] = None
+        for keys, values in self._row(cache_row):
             keys[:] = 0
             values[:] = 0
-        for states in self._states(place):
+        for states in self._states(cache_row):
             states[:] = 0
 
-    def _grow(self, rows: _Rows, capacity: int, count: int) -> bool:
+    def _grow(self, rows: _CapacityRows, capacity: int, count: int) -> bool:
         """Grow the arrays to `count` rows; return False if memory is short."""
         keys = []
         values = []

@@ -82,7 +82,7 @@ class Sampler:
         if self.sampling.changes_logits:
             processed = self._adjust(processed, forbidden)
         if processed is not logits and processed.max() == -np.inf:
-            # All allowed tokens are forbidden. The bound keeps tokens whose own logit is -inf.
+            # All allowed tokens are forbidden: the grammar goes first. The bound keeps tokens whose own logit is -inf.
             processed = _mask(np.maximum(logits, np.float32(-LARGEST)), allowed)
         return processed
 
@@ -166,6 +166,7 @@ def choose(rows: Sequence[Row]) -> list[Sampled]:
         greedy_token = int(np.argmax(logits))  # NaN counts as the largest
         if not np.isfinite(logits[greedy_token]):
             continue
+        # A grammar alone, greedy: the largest of the allowed logits, without a copy of all.
         if allowed is not None and sampling.temperature == 0 and not sampling.changes_logits:
             allowed_ids = np.flatnonzero(allowed)
             tokens[number] = int(allowed_ids[np.argmax(logits[allowed_ids])])
@@ -230,6 +231,7 @@ def largest(values: np.ndarray, count: int) -> np.ndarray:
     """
     if count == 0:
         return np.zeros(0, np.int64)
+    # At least `count` values are not below the `count`-th largest maximum, so none of the `count` largest is.
     group = min(len(values) // (4 * count), _GROUP)
     if group > 1:
         maxima = values[: len(values) // group * group].reshape(group, -1).max(axis=0)
@@ -252,7 +254,8 @@ def _nucleus(weights: np.ndarray, top_p: float) -> np.ndarray:
 
 def _large_nucleus(weights: np.ndarray, target: float) -> np.ndarray:
     """Do the same as `_nucleus`, but sort only weights near the smallest one of the set."""
-    bins = weights.view(np.uint32) >> 16  # in the order of the weights, which are positive
+    # The upper 16 bits of a positive float are in its order: bins of weights that differ by less than 1 %.
+    bins = weights.view(np.uint32) >> 16
     masses = np.cumsum(np.bincount(bins, weights)[::-1])  # the largest first
     number = min(int(np.searchsorted(masses, target)), len(masses) - 1)
     edge = len(masses) - 1 - number

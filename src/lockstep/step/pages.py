@@ -56,7 +56,7 @@ class PagePool:
                 f"KV cache: expected {count} free pages of {PAGE_SIZE} tokens, found {self.num_available} of "
                 f"{self.num_pages}; raise kv_bytes, or bring fewer or shorter requests"
             )
-        while len(self._free) + self.num_pages - self._next < count:
+        while len(self._free) + self.num_pages - self._next < count:  # free pages, and those never allocated
             self._evict()
         pages = []
         for _ in range(count):
@@ -79,7 +79,7 @@ class PagePool:
             if self._references[page]:
                 continue
             del self._references[page]
-            if page not in self._key_of:
+            if page not in self._key_of:  # of no prefix
                 self._free.append(page)
                 continue
             key = self._key_of[page]
@@ -109,12 +109,13 @@ class PagePool:
             if key in self._unreferenced:
                 del self._unreferenced[key]
                 self._reclaimable -= len(pages)
-            for page in pages:
+            for page in pages:  # pages of an unreferenced prefix have no entry
                 self._references[page] = self._references.get(page, 0) + 1
             shared_pages += pages
         return shared_pages
 
     def forget(self) -> None:
+        """Evict all unreferenced prefixes."""
         while self._unreferenced:
             self._evict()
 
