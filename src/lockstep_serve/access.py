@@ -27,6 +27,7 @@ def check_access(request: Request, keys: Sequence[bytes], loopback_host: str | N
     if origin is not None and origin.partition("://")[2] != host:
         raise BadRequest(f"origin: expected a page of {host[:80]!r}, found {origin[:80]!r}", status=403)
     needs_key = request.url.path not in _WITHOUT_KEY
+    # A browser leaves the origin out of a page's own GET, so each GET that tells anything may be a page's.
     may_be_page = origin is not None or (request.method in ("GET", "HEAD") and host and needs_key)
     server = request.scope.get("server")
     is_tcp = server is not None and server[1] is not None  # else the path of a Unix socket

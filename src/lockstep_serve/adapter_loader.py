@@ -37,7 +37,6 @@ class AdapterLoader:
         self._thread: threading.Thread | None = None
 
     def start(self, frame: Load) -> None:
-        """Begin to read a folder."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="adapters", daemon=True)
             self._thread.start()

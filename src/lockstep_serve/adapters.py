@@ -42,7 +42,7 @@ class Adapters:
         self._loaded: dict[str, LoadedFolder] = {}  # since the server started, the least recently used first
         self._configured: Mapping[str, str] = {}  # {name: sha256} of the config's adapters
         self._link: EngineLink | None = None
-        self._loading: dict[str, tuple[Path, asyncio.Task[LoadedFolder]]] = {}  # by name
+        self._loading: dict[str, tuple[Path, asyncio.Task[None]]] = {}  # by name
         self._reloading: set[str] = set()  # names that the starting engine loads again
         self._numbers = itertools.count()
         self._answers: dict[int, asyncio.Future[Loaded]] = {}  # of the engine, by request number
@@ -96,14 +96,17 @@ class Adapters:
         if lora in self._loaded:
             return self._use(lora)
         name, folder = self._find(lora)
-        other = folder
+        named_folder = folder  # POST /v1/load_lora_adapter may have given the name to another one
         if name in self._loaded:
-            other = self._loaded[name].folder
+            named_folder = self._loaded[name].folder
         elif name in self._loading:
-            other = self._loading[name][0]
-        if other != folder:
-            message = f"lora: expected a folder whose name is free, found {name!r}, as which {other.name!r} is loaded"
-            raise BadRequest(message, "lora", 409)
+            named_folder = self._loading[name][0]
+        if named_folder != folder:
+            raise BadRequest(
+                f"lora: expected a folder whose name is free, found {name!r}, which is that of {named_folder.name!r}",
+                "lora",
+                409,
+            )
         if name not in self._loaded:
             return await self.load(name, folder)
         self._use(name)
@@ -143,18 +146,21 @@ class Adapters:
             task = asyncio.create_task(self._load(name, folder))
             self._loading[name] = folder, task
             task.add_done_callback(lambda task: self._has_loaded(name, task))
-        other, task = self._loading[name]
-        if other != folder:
-            message = f"lora_name: expected a new name, found {name!r}, as which {other.name!r} is being loaded"
+        loading_folder, task = self._loading[name]
+        if loading_folder != folder:
+            message = (
+                f"lora_name: expected a new name, found {name!r}, as which {loading_folder.name!r} is being loaded"
+            )
             raise BadRequest(message, "lora_name", 409)
+        # Shielded: another request may wait for the same load when this one's client goes.
         await asyncio.shield(task)
 
-    def _has_loaded(self, name: str, task: asyncio.Task[LoadedFolder]) -> None:
+    def _has_loaded(self, name: str, task: asyncio.Task[None]) -> None:
         del self._loading[name]
         if not task.cancelled():
             task.exception()  # read the exception, or asyncio logs it if no request awaits the task
 
-    async def _load(self, name: str, folder: Path) -> LoadedFolder:
+    async def _load(self, name: str, folder: Path) -> None:
         loaded = self._loaded
         if self._link is None:
             raise StreamError("the engine is starting; try again", 503, "engine_starting", retry_after=1)
@@ -163,7 +169,7 @@ class Adapters:
             if unused is None:
                 raise StreamError(f"{len(loaded)} adapters are loaded and in use; try again", 503, "adapters_in_use", 1)
             self.unload(unused)
-        stamp = _stamp_of(folder)
+        stamp = _stamp_of(folder)  # before the engine reads it: a change meanwhile is seen at the next use
         number = next(self._numbers)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         self._link.send(Load(number, name, str(folder)))
@@ -173,8 +179,7 @@ class Adapters:
             self._answers.pop(number, None)
         if frame.error is not None:
             raise BadRequest(f"lora: {frame.error}", "lora")
-        entry = loaded[name] = LoadedFolder(folder, stamp, frame.sha256)
-        return entry
+        loaded[name] = LoadedFolder(folder, stamp, frame.sha256)
 
     def unload(self, name: str) -> None:
         """Unload an adapter. Raises BadRequest for one that is not loaded, or in use."""

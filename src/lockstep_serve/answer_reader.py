@@ -71,6 +71,7 @@ class AnswerPlan:
         if reasoning is None or not (self.opened or text.lstrip().startswith(reasoning.begin)):
             return 0
         end = tokenizer.token_id(reasoning.end)
+        # An end mark of one token is looked up; one of several, or a call's, is found in the text token by token.
         if end in tokens and not self.calls_end_reasoning:
             return tokens.index(end) + 1
         if end is not None and not self.calls_end_reasoning:
@@ -91,7 +92,6 @@ class AnswerPlan:
         return self.format.ends_reasoning
 
     def reader(self) -> AnswerReader:
-        """Return a reader of one answer."""
         return AnswerReader(self)
 
 
@@ -166,7 +166,7 @@ class AnswerReader:
         self._plan = plan
         self.num_calls = 0
         self.num_malformed = 0
-        self._number = 0  # of the current call
+        self._number = 0  # of the current call, from 1
         self._buffer = ""
         self._thought: list[str] = []
         self._state: Literal["before", "reasoning", "answer"] = "answer"
@@ -271,7 +271,7 @@ class AnswerReader:
                 self.num_malformed += 1
                 self._reading = None
                 self._waiting = []
-                if self._sent:  # a truncated call under a grammar: too late to send it as content
+                if self._sent:  # a truncated call under a grammar: its name was sent, so it stays a call
                     self._source.at = len(self._source.text)
                 else:
                     self._source.at = self._mark
@@ -328,5 +328,6 @@ class AnswerReader:
                 self._sent = True
                 self._number += 1
                 self.num_calls = 1 if self._plan.single else self._number
+            # A further call, where only one counts, is left out.
             if self._number == self.num_calls:
                 yield Part(event.kind, event.text, self._number - 1)

@@ -149,12 +149,12 @@ def _messages(message: Any, where: str) -> list[dict[str, Any]]:
     thoughts = []
     calls = []
     for index, block in enumerate(content):
-        place = f"{where}.content[{index}]"
+        block_where = f"{where}.content[{index}]"
         kind = _field(block, "type", default=block)
         if kind == "text":
-            texts.append(_text([block], place))
+            texts.append(_text([block], block_where))
         elif kind == "tool_result" and role == "user":
-            text = _text(block.get("content") or "", f"{place}.content")
+            text = _text(block.get("content") or "", f"{block_where}.content")
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
         elif kind == "tool_use" and role == "assistant":
             function = {"name": block.get("name"), "arguments": json.dumps(block.get("input"), ensure_ascii=False)}
@@ -163,7 +163,7 @@ def _messages(message: Any, where: str) -> list[dict[str, Any]]:
             thoughts.append(str(block.get("thinking", "")))
         elif kind != "redacted_thinking":
             raise _invalid(
-                place, "a block of text, tool_use, tool_result or thinking: this model reads text only", kind
+                block_where, "a block of text, tool_use, tool_result or thinking: this model reads text only", kind
             )
     # Results of tools are messages before the user's own text, if there is any.
     if role == "user" and results and not texts:

@@ -315,7 +315,7 @@ def _status(service: Service) -> dict[str, Any]:
         "running": counters.running,
         "waiting": counters.waiting,
         "pages": {"total": ready.num_pages, "used": counters.used_pages, "cached": counters.cached_pages},
-        "streams": service.num_streams,
+        "streams": len(service.streams),
         "chat": service.default.chat.fault is None,
         "weights": _weights(service),
         "step_sizes": ready.step_sizes,

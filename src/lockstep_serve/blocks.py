@@ -76,7 +76,6 @@ class BlockAnswer(TokenResponse):
 
     @property
     def finish(self) -> str | None:
-        """Return the engine's finish reason."""
         return self._stream.choices[0].finish
 
     @property
@@ -87,11 +86,9 @@ class BlockAnswer(TokenResponse):
         self._model.cancel(self._stream)
 
     def value(self) -> dict[str, Any]:
-        """Return the whole answer."""
         raise NotImplementedError
 
     def opening(self) -> Iterator[dict[str, Any]]:
-        """Return the events before the first block."""
         raise NotImplementedError
 
     def block_events(self, event: BlockEvent) -> Iterator[dict[str, Any]]:
@@ -99,7 +96,6 @@ class BlockAnswer(TokenResponse):
         raise NotImplementedError
 
     def closing(self) -> Iterator[dict[str, Any]]:
-        """Return the events after the last block."""
         raise NotImplementedError
 
     def failing(self, error: StreamError) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from lockstep_serve.stream import StreamError
 
 _Body = TypeVar("_Body")
 _LARGE = 1 << 16  # bytes of JSON that are decoded in a thread: token ids take 0.2 us each
-_SHORTEST = 4  # characters of a name that is checked for typos: `n` is one edit from any letter
-_OTHERS = ("top_a", "models")  # fields of other servers that look like typos of ours
+_MIN_TYPO_LENGTH = 4  # of a field with a check for typos: `n` is one edit from any letter
+_NO_TYPOS = ("top_a", "models")  # fields of other servers that are one edit from ours
 _MAX_DIGITS = 309  # of a whole number within float64
 # zlib's wbits. Deflate is zlib's format by RFC 9110; some clients send raw deflate.
 _COMPRESSED = {"gzip": (31,), "deflate": (15, -15)}
@@ -112,6 +112,7 @@ async def read_body(request: Request, access: Access) -> bytes:
         raise BadRequest(f"content-encoding: expected gzip, deflate or identity, found {encoding[:40]!r}", status=415)
     limit = access.max_body
     seconds = access.body_timeout
+    # The length that is announced, first: a body that is too long need not be received.
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and (len(length) > 18 or int(length) > limit):
         raise BadRequest(f"body: expected at most {limit} bytes, found {length}", status=413)
@@ -139,7 +140,7 @@ def _decompress(data: bytes, encoding: str, limit: int) -> bytes:
     for wbits in _COMPRESSED[encoding]:
         stream = zlib.decompressobj(wbits)
         try:
-            body = stream.decompress(data, limit + 1)
+            body = stream.decompress(data, limit + 1)  # no more: a few bytes may become gigabytes
         except zlib.error:
             continue
         if len(body) > limit:
@@ -205,8 +206,8 @@ def _check_names(value: dict[str, Any], body: msgspec.Struct, place: str = "") -
 
 
 def is_near(name: str, field: str) -> bool:
-    """Return whether a name is one edit (a character, or two swapped) from one of at least `_SHORTEST`."""
-    if len(field) < _SHORTEST or abs(len(name) - len(field)) > 1 or name == field or name in _OTHERS:
+    """Return whether a name is one edit (a character, or two swapped) from one of at least `_MIN_TYPO_LENGTH`."""
+    if len(field) < _MIN_TYPO_LENGTH or abs(len(name) - len(field)) > 1 or name == field or name in _NO_TYPOS:
         return False
     prefix = os.path.commonprefix([name, field])
     tail = name[len(prefix) :]

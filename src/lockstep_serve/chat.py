@@ -36,7 +36,7 @@ class Chat:
         self._template = template
         self.fault: str | None = None if template else "the model has no chat template"
         self.process: asyncio.subprocess.Process | None = None
-        self._turn = asyncio.Lock()
+        self._turn = asyncio.Lock()  # one chat at a time has the process
         self._rendering: asyncio.Task[str] | None = None  # the last one
 
     @property

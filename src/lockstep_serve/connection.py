@@ -12,7 +12,7 @@ from typing import Any
 
 from lockstep_serve.frames import Frame, packed, receive
 
-_BUFFER = 1 << 22
+_BUFFER = 1 << 22  # bytes of the kernel that a step's frame goes to while the API process is busy
 
 
 class Connection:

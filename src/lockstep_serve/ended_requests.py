@@ -10,7 +10,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lockstep_serve.stream import FINISH_REASONS, Stream, StreamError
+from lockstep_serve.stream import Stream, StreamError, finish_reason
 
 CLIENT_GONE = 499  # as proxies log a request whose client disconnected before it had a status
 _NOTES = "lockstep.request"  # key in a request's ASGI scope: what `note` wrote
@@ -53,7 +53,7 @@ class EndedRequest:
             return {**counts, "finish_reasons": [], "queue_seconds": None, "ttft_seconds": None}
         unfinished = "error" if stream.error else "abort"
         admitted = min((prompt.admitted for prompt in stream.prompts if prompt.admitted is not None), default=None)
-        reasons = [choice.finish and FINISH_REASONS.get(choice.finish, choice.finish) for choice in stream.choices]
+        reasons = [finish_reason(choice.finish) for choice in stream.choices]
 
         def seconds_until(event: float | None) -> float | None:
             return event and round(event - stream.began, 6)

@@ -120,7 +120,7 @@ def _open(
     if options.speculative is not None:
         speculation = open_speculation(model, Speculative(**options.speculative), options.threads)
     warm_up = model.warm_up_parts()
-    next(warm_up, None)
+    next(warm_up, None)  # the most useful part; `EngineLoop` runs the others while there are no requests
     compilers = {}
     others = {}
     for name, checkpoint in model.checkpoints.by_name.items():
@@ -137,13 +137,12 @@ def _open(
         grammars=compilers,
         speculation=speculation,
     )
+    # With another salt than any request, which must not find this prefix. A KV cache that is too small shows here.
     for _ in engine.run([Request([0, 0], min(2, model.max_seq_len - 1), cache_salt="warm-up")]):
         pass
     step_sizes = compare_step_sizes(model)
     if step_sizes.differing and model.engines.batch_invariant:
         log.error(f"expected the same bits in steps of all sizes, found: {step_sizes}")
-    pool = model.tables.pool
-    scheduler = engine.scheduler
     adapters = {}
     if model.adapters:
         adapters = {name: adapter.sha256 for name, adapter in model.adapters.loaded.items()}
@@ -157,10 +156,10 @@ def _open(
         max_batch_size=model.max_batch_size,
         max_seq_len=model.max_seq_len,
         max_input_len=min(limits["max_input_len"] or model.max_seq_len, model.max_seq_len),
-        max_num_tokens=scheduler.options.max_num_tokens,
-        chunk_size=scheduler.options.chunk_size,
+        max_num_tokens=engine.scheduler.options.max_num_tokens,
+        chunk_size=engine.scheduler.options.chunk_size,
         prefix_caching=engine.prefix_caching,
-        num_pages=pool.num_pages,
+        num_pages=model.tables.pool.num_pages,
         prompt_logprobs=model.gives_all_logits,
         verifies_drafts=model.verifies_drafts,
         adapters=adapters,
@@ -270,6 +269,7 @@ class EngineLoop:
             for token in tokens:
                 if token.finish:
                     log.debug("request %d: choice %d ended by %s", token.request, token.choice, token.finish)
+        # A step in the middle of a prompt tells nothing; its frame would only wake the API process.
         is_news = tokens or engine.admitted or engine.prompt_logprobs
         if is_news or time.monotonic() - self._last_sent >= TICK:
             entries = [(token.request, token.choice, token.token, token.finish, token.logprobs) for token in tokens]

@@ -185,6 +185,7 @@ Frame = Open | Add | Abort | Load | Unload | UpdateWeights | Ready | Failed | St
 
 
 def _ids(data: bytes | bytearray) -> np.ndarray:
+    """Return token ids of a frame, without a copy."""
     return np.frombuffer(data, np.int32)
 
 

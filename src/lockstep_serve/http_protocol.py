@@ -151,7 +151,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 lingers = cycle.more_body
                 if lingers and not any(name.lower() == b"connection" for name, _ in headers):
                     message = {**message, "headers": [*headers, (b"connection", b"close")]}
-            elif is_raw:
+            elif is_raw:  # uvicorn refuses more bytes than were announced: here each part is announced as it comes
                 cycle.expected_content_length = len(message.get("body", b""))
             self._watch_reader()
             await send(message)

@@ -44,15 +44,13 @@ class EngineLink(asyncio.Protocol):
             frame = await asyncio.wait_for(link._early.get(), seconds)
         except asyncio.TimeoutError:
             await link.stop()
-            raise CheckError(
-                f"engine process: expected it ready within {seconds:.0f} s, found that it was not"
-            ) from None
+            raise CheckError(f"engine process: expected it ready within {seconds:.0f} s, found it not ready") from None
         except BaseException:
             await link.stop()
             raise
         if frame is None:
             code = await link.stop()
-            raise CheckError(f"engine process: expected it to open the engines, found that it ended with code {code}")
+            raise CheckError(f"engine process: expected it to open the engines, found it ended with code {code}")
         if isinstance(frame, Failed):
             await link.stop()
             raise _ERRORS[frame.error](frame.message)

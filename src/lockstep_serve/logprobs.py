@@ -31,7 +31,7 @@ class LogprobsFormat:
         """Return the next part in OpenAI's format; logprobs: of each token, or None. finish: why the text ends."""
         texts = [self._stream.push(token) for token in tokens]
         if finish and texts and finish != "stop_id":
-            texts[-1] += self._stream.finish()
+            texts[-1] += self._stream.finish()  # a character that stayed incomplete
         offsets = []
         for text in texts:
             offsets.append(self._offset)
@@ -43,6 +43,7 @@ class LogprobsFormat:
     def _likeliest(self, chosen: int, text: str, logprobs: Logprobs) -> dict[str, float]:
         """Return {text: log-probability} of the likeliest tokens and the chosen one, or by name if a text repeats."""
         by_text: dict[str, float] = {}
+        # Several tokens may have one text, or none: OpenAI's format is by text, so they get other names.
         for token, value in (*logprobs.top, (chosen, logprobs.chosen)):
             if token == chosen:
                 by_text.setdefault(text, finite(value))

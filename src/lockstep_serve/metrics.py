@@ -4,80 +4,79 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from lockstep_serve.stream import FINISH_REASONS, PromptRequest
+from lockstep.step.pages import PAGE_SIZE
+from lockstep_serve.stream import PromptRequest, finish_reason
+
+if TYPE_CHECKING:
+    from lockstep_serve.service import Service
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-Infos = Mapping[str, Callable[[], tuple[Mapping[str, str], float] | None]]
+_Read = Callable[["Service"], float]
 
-_GAUGES = {
-    "num_requests_running": "Answers that hold a slot.",
-    "num_requests_waiting": "Requests that wait for a slot.",
-    "kv_cache_usage_perc": "Share of the KV cache's pages that are in use, 0 to 1.",
-    "engine_up": "1 while the engine takes requests.",
+# Series that are read of the service at each scrape; counters are of all engine processes that there were.
+_GAUGES: dict[str, tuple[str, _Read]] = {
+    "num_requests_running": ("Answers that hold a slot.", lambda service: service.counters.running),
+    "num_requests_waiting": ("Requests that wait for a slot.", lambda service: service.counters.waiting),
+    "kv_cache_usage_perc": ("Share of the KV cache's pages that are in use, 0 to 1.", lambda service: _usage(service)),
+    "engine_up": ("1 while the engine takes requests.", lambda service: int(service.is_ready)),
 }
-# Of all engine processes that there were.
-_COUNTERS = {
-    "engine_restarts": "Times that the engine was started again.",
-    "num_preemptions": "Requests that were swapped out.",
-    "prefix_cache_queries": "Prompt tokens looked for in the prefix cache.",
-    "prefix_cache_hits": "Prompt tokens found there.",
+_COUNTERS: dict[str, tuple[str, _Read]] = {
+    "engine_restarts": ("Times that the engine was started again.", lambda service: service.restarts),
+    "num_preemptions": ("Requests that were swapped out.", lambda service: service.total("swaps")),
+    "prefix_cache_queries": (
+        "Prompt tokens looked for in the prefix cache.",
+        lambda service: service.total("prefix_queries"),
+    ),
+    "prefix_cache_hits": ("Prompt tokens found there.", lambda service: service.total("prefix_hits")),
 }
-
-
 _DRAFT_COUNTERS = {
     "drafts": "Drafts that were verified.",
     "draft_tokens": "Tokens of drafts that were verified.",
     "accepted_tokens": "Tokens of drafts that were right.",
 }
 _ACCEPTED_PER_POSITION = "Tokens of drafts that were right, by their position in the draft."
-_INFOS = {
-    "cache_config_info": "Tokens of a block of the KV cache, and how many blocks there are.",
-    "lora_requests_info": "Adapters whose requests run or wait; the value is the time in seconds since 1970.",
-}
 
 
-class _EngineSeries(Collector):
-    """Series that are read at each scrape: the engine's counters, those of speculation, and labels with information."""
+def _usage(service: Service) -> float:
+    if service.first_frame is None:
+        return 0.0
+    return service.counters.used_pages / service.first_frame.num_pages
 
-    def __init__(
-        self,
-        model: str,
-        read: Mapping[str, Callable[[], float]],
-        infos: Infos,
-        drafts: Callable[[], Sequence[int]],
-        prefix: str,
-    ):
-        self._model = model
-        self._read = read
-        self._infos = infos
-        self._drafts = drafts
+
+class _ServiceSeries(Collector):
+    """The series that are read at each scrape; all have the name of the service's first model."""
+
+    def __init__(self, service: Service, prefix: str):
+        self._service = service
         self._prefix = prefix
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        for name, text in _COUNTERS.items():
-            yield self._counter(name, text, self._read[name]())
+        for name, (text, read) in _GAUGES.items():
+            yield self._gauge(name, text, read(self._service))
+        for name, (text, read) in _COUNTERS.items():
+            yield self._counter(name, text, read(self._service))
         yield from self._speculation()
-        for name, text in _INFOS.items():
-            info = self._infos[name]()
-            if info is not None:
-                info_labels, value = info
-                labels = {"model_name": self._model, **info_labels}
-                gauge = GaugeMetricFamily(f"{self._prefix}:{name}", text, labels=list(labels))
-                gauge.add_metric(list(labels.values()), value)
-                yield gauge
+        ready = self._service.first_frame
+        if ready is not None:
+            text = "Tokens of a block of the KV cache, and how many blocks there are."
+            labels = {"block_size": str(PAGE_SIZE), "num_gpu_blocks": str(ready.num_pages)}
+            if ready.kv_cache_dtype:
+                labels["cache_dtype"] = ready.kv_cache_dtype
+            yield self._gauge("cache_config_info", text, 1.0, labels)
+        yield from self._adapters()
 
     def _speculation(self) -> Iterator[CounterMetricFamily]:
-        counts = self._drafts()
+        counts = self._service.drafts()
         if not counts:
             return
         drafts, tokens, *accepted = counts
@@ -86,12 +85,34 @@ class _EngineSeries(Collector):
         name = f"{self._prefix}:spec_decode_num_accepted_tokens_per_pos"
         family = CounterMetricFamily(name, _ACCEPTED_PER_POSITION, labels=["model_name", "position"])
         for position, value in enumerate(accepted):
-            family.add_metric([self._model, str(position)], value)
+            family.add_metric([self._service.name, str(position)], value)
         yield family
+
+    def _adapters(self) -> Iterator[GaugeMetricFamily]:
+        num_adapters = len(self._service.adapters.model_names) - 1
+        if not num_adapters:
+            return
+        running: set[str] = set()
+        waiting: set[str] = set()
+        for prompt in self._service.prompts_with_adapter():
+            names = waiting if prompt.admitted is None else running
+            names.add(str(prompt.request.adapter))
+        labels = {
+            "max_lora": str(num_adapters),
+            "running_lora_adapters": ",".join(sorted(running)),
+            "waiting_lora_adapters": ",".join(sorted(waiting)),
+        }
+        text = "Adapters whose requests run or wait; the value is the time in seconds since 1970."
+        yield self._gauge("lora_requests_info", text, time.time(), labels)
+
+    def _gauge(self, name: str, text: str, value: float, labels: Mapping[str, str] = {}) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(f"{self._prefix}:{name}", text, labels=["model_name", *labels])
+        family.add_metric([self._service.name, *labels.values()], value)
+        return family
 
     def _counter(self, name: str, text: str, value: float) -> CounterMetricFamily:
         family = CounterMetricFamily(f"{self._prefix}:{name}", text, labels=["model_name"])
-        family.add_metric([self._model], value)
+        family.add_metric([self._service.name], value)
         return family
 
 
@@ -124,20 +145,9 @@ class _TokenTimes(Collector):
 
 
 class Metrics:
-    """The series of one server.
+    """The series of one server; those of its models are in `ModelMetrics`."""
 
-    model: its first one, which gauges and the engine's counters are named after. read: these by name, read at each
-    scrape. infos: labels and a value by name, or None. drafts: `Service.drafts`.
-    """
-
-    def __init__(
-        self,
-        model: str,
-        read: Mapping[str, Callable[[], float]],
-        infos: Infos,
-        drafts: Callable[[], Sequence[int]] = list,
-        prefix: str = "lockstep",
-    ):
+    def __init__(self, service: Service, prefix: str):
         self._prefix = prefix
         self._registry = CollectorRegistry()
         self.refused = self._make(Counter, "request_refused", "Requests that were refused because the queue was full.")
@@ -151,10 +161,8 @@ class Metrics:
         self.ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.")
         self.itl = _TokenTimes(f"{prefix}:inter_token_latency_seconds", "Between two tokens of a request.")
         self.latency = self._histogram("e2e_request_latency_seconds", "From arrival to the end.")
-        for name, text in _GAUGES.items():
-            self._make(Gauge, name, text).labels(model).set_function(read[name])
         self._registry.register(self.itl)
-        self._registry.register(_EngineSeries(model, read, infos, drafts, prefix))
+        self._registry.register(_ServiceSeries(service, prefix))
 
     def _make(self, kind, name, text, labels=(), **options):  # type: ignore[no-untyped-def]  # as prometheus_client does
         return kind(f"{self._prefix}:{name}", text, ["model_name", *labels], registry=self._registry, **options)
@@ -163,7 +171,6 @@ class Metrics:
         return self._make(Histogram, name, text, buckets=_SECONDS)
 
     def text(self) -> bytes:
-        """Return all series, as Prometheus reads them."""
         return generate_latest(self._registry)
 
 
@@ -196,4 +203,4 @@ class ModelMetrics:
         self._malformed_tool_calls.inc(num_malformed)
 
     def finished(self, reason: str) -> None:
-        self._success.labels(self._model, FINISH_REASONS.get(reason, reason)).inc()
+        self._success.labels(self._model, finish_reason(reason)).inc()

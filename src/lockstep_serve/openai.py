@@ -12,11 +12,11 @@ from lockstep.runtime.completion import Choice
 from lockstep.step.sampling import Logprobs
 from lockstep_serve.bodies import BadRequest, Unsupported
 from lockstep_serve.logprobs import LogprobsFormat
-from lockstep_serve.openai_answers import AnswerFormat, reason
+from lockstep_serve.openai_answers import AnswerFormat
 from lockstep_serve.openai_parameters import Parameters, longest_prompt, prompt_requests
 from lockstep_serve.prompts import encode_texts
 from lockstep_serve.served_model import ServedModel
-from lockstep_serve.stream import AnswerDelta, PromptRequest, Stream
+from lockstep_serve.stream import AnswerDelta, PromptRequest, Stream, finish_reason
 
 _MAX_PROMPTS = 256
 
@@ -156,7 +156,12 @@ class CompletionFormat(AnswerFormat):
     def _choice(
         self, index: int, text: str, tokens: Sequence[int], logprobs: Sequence[Logprobs], finish: str | None
     ) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": reason(finish)}
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": finish_reason(finish),
+        }
         if self._logprobs:
             choice["logprobs"] = self._formats[index].part(tokens, logprobs, finish)
         if self._token_ids:

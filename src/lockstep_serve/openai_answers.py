@@ -12,10 +12,10 @@ from starlette.responses import Response
 
 from lockstep.runtime.completion import Choice
 from lockstep_serve.bodies import error_body, json_response
-from lockstep_serve.openai_parameters import Parameters
+from lockstep_serve.openai_parameters import Parameters, StreamOptions
 from lockstep_serve.response import TokenResponse
 from lockstep_serve.served_model import ServedModel
-from lockstep_serve.stream import FINISH_REASONS, AnswerDelta, Stream, StreamError
+from lockstep_serve.stream import AnswerDelta, Stream, StreamError
 
 
 class AnswerFormat(TokenResponse):
@@ -30,8 +30,9 @@ class AnswerFormat(TokenResponse):
         super().__init__(f"{self.ID}-{request_id}", stream, bool(body.stream))
         self._model = model
         self._tokenizer = model.tokenizer
-        self._usage = body.include_usage
-        self._continuous = body.continuous_usage
+        options = body.stream_options or StreamOptions()
+        self._usage = bool(options.include_usage)
+        self._continuous = self._usage and bool(options.continuous_usage_stats)
         self._logprobs = body.num_logprobs is not None
         self._token_ids = bool(body.return_token_ids)
         self._common = {
@@ -47,7 +48,6 @@ class AnswerFormat(TokenResponse):
         self._model.cancel(self._stream)
 
     async def choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        """Return the choice of a whole answer."""
         raise NotImplementedError
 
     def opening(self) -> Iterator[dict[str, Any]]:
@@ -70,7 +70,7 @@ class AnswerFormat(TokenResponse):
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield server-sent events: a chunk per delta, the usage if requested, and the end or an error."""
-        silent = set(range(len(self._stream.choices)))  # answers without any chunk so far
+        silent = set(range(len(self._stream.choices)))  # answers without any chunk so far: the first one is the echo
         try:
             if opening := [self.event(choice) for choice in self.opening()]:
                 yield b"".join(opening)
@@ -124,8 +124,3 @@ def _counts(prompt: int, answer: int) -> dict[str, int]:
 
 def _usage(counts: dict[str, Any]) -> bytes:
     return b',"usage":' + msgspec.json.encode(counts)
-
-
-def reason(finish: str | None) -> str | None:
-    """Return why an answer ended, as OpenAI's `finish_reason`."""
-    return finish and FINISH_REASONS.get(finish, finish)

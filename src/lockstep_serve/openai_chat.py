@@ -14,11 +14,11 @@ from lockstep_serve.answer_reader import AnswerPlan, AnswerReader, Part, join_pa
 from lockstep_serve.bodies import BadRequest, Unsupported
 from lockstep_serve.logprobs import finite
 from lockstep_serve.messages import chat_text
-from lockstep_serve.openai_answers import AnswerFormat, reason
+from lockstep_serve.openai_answers import AnswerFormat
 from lockstep_serve.openai_parameters import Parameters, longest_prompt, prompt_requests
 from lockstep_serve.prompts import encode_texts
 from lockstep_serve.served_model import ServedModel
-from lockstep_serve.stream import AnswerDelta, PromptRequest, Stream
+from lockstep_serve.stream import AnswerDelta, PromptRequest, Stream, finish_reason
 from lockstep_serve.tool_grammar import BUDGET, answer_grammar
 from lockstep_serve.tools import Tools, calling_format, tools_of
 
@@ -169,10 +169,10 @@ class ChatFormat(AnswerFormat):
     def _finish(self, reader: AnswerReader, finish: str | None) -> str | None:
         """Return an answer's finish reason, and count its calls."""
         self._model.metrics.called(reader.num_calls, reader.num_malformed)
-        finish_reason = reason(finish)
-        if finish_reason == "stop" and reader.num_calls:
+        reason = finish_reason(finish)
+        if reason == "stop" and reader.num_calls:
             return "tool_calls"
-        return finish_reason
+        return reason
 
     def opening(self) -> Iterator[dict[str, Any]]:
         for index in range(len(self._stream.choices)):

@@ -44,7 +44,11 @@ _UNSUPPORTED: Unsupported = {
 
 
 class StreamOptions(msgspec.Struct):
-    """Options of a stream; continuous_usage_stats, as in vLLM: each chunk has the usage so far."""
+    """Options of a stream.
+
+    include_usage: it ends with the numbers of tokens. continuous_usage_stats: then each chunk has those so far, as in
+    vLLM.
+    """
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
@@ -104,16 +108,6 @@ class Parameters(msgspec.Struct, kw_only=True):
         log_once("max_tokens -1 is taken as null: as many tokens as fit")
         return None
 
-    @property
-    def include_usage(self) -> bool:
-        """Return whether a stream ends with the numbers of tokens."""
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def continuous_usage(self) -> bool:
-        """Return whether each chunk has the numbers of tokens so far."""
-        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
-
 
 def request_id(body: Parameters, header: str | None) -> str:
     """Return the id of a request, from the header or the body, else a random one, and keep it in the body.
@@ -129,7 +123,6 @@ def request_id(body: Parameters, header: str | None) -> str:
 
 
 def longest_prompt(model: ServedModel) -> int:
-    """Return the most tokens that a prompt may have."""
     return min(model.ready.max_input_len, model.ready.max_seq_len)
 
 

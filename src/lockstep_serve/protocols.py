@@ -1,6 +1,6 @@
-"""Protocols beside those of `app.py`: plug-ins, by entry points of the group `lockstep.protocols`.
+"""Protocols that packages add to a server: plug-ins, by entry points of the group `lockstep.protocols`.
 
-An entry point names a `ProtocolPlugin`. `lockstep serve` gives its options to it, and serves what it opens.
+An entry point names a `ProtocolPlugin`, whose options `lockstep serve` takes, and whose endpoints it serves.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # `lockstep --help` loads this module, without the packages o
 
 
 class Listener(Protocol):
-    """A port of a protocol's own, beside HTTP; str() is what the line of a server that is ready says of it."""
+    """A port besides HTTP's; str() is its part of the line that announces a ready server."""
 
     async def start(self) -> None:
         """Take requests."""
@@ -38,7 +38,7 @@ class Listener(Protocol):
 class OpenProtocol:
     """What a protocol adds to a server.
 
-    prefix: of its paths ("/v2"). error_response: words the errors of a path below it that is no endpoint.
+    prefix: of its paths ("/v2"). error_response: answers a path below it that is no endpoint.
     """
 
     prefix: str
@@ -48,18 +48,18 @@ class OpenProtocol:
 
 
 class ProtocolPlugin(ABC):
-    """A protocol of a package. title: of its options in the help."""
+    """A protocol that a package adds. title: the heading of its options in the help."""
 
     title: str
     options: Sequence[click.Option] = ()
 
     @abstractmethod
     def prepare(self, options: SimpleNamespace) -> None:
-        """Check the options of `lockstep serve` before anything starts; may change them. Raises InputError."""
+        """Check, and where needed change, the options of `lockstep serve` before it starts. Raises InputError."""
 
     @abstractmethod
     def open(self, options: SimpleNamespace, service: Service, access: Access) -> OpenProtocol:
-        """Return the protocol of a service, in the event loop. Raises InputError."""
+        """Return the protocol in front of a service; called in the event loop. Raises InputError."""
 
 
 @functools.cache

@@ -24,7 +24,6 @@ class ReasoningFormat:
     then: str = ""
 
     def is_used_by(self, template: str) -> bool:
-        """Return whether a chat template contains the marks."""
         return self.begin in template or (not self.then and self.end in template)
 
 

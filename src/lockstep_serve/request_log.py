@@ -41,7 +41,6 @@ class RequestLog:
         self._thread.start()
 
     def add(self, ended: EndedRequest) -> None:
-        """Add the line of an ended request."""
         line = {
             "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
             "id": ended.id and ended.id[:80],

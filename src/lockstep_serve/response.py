@@ -39,7 +39,6 @@ class TokenResponse:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Cancel the request that the answer waits for."""
         raise NotImplementedError
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

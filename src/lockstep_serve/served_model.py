@@ -63,7 +63,6 @@ class ServedModel:
         return self._service.weights.version if not self.checkpoint else None
 
     def submit(self, prompts: Sequence[PromptRequest]) -> Stream:
-        """Queue prompts, and return the stream of their answers. Raises StreamError."""
         return self._service.submit(prompts, self)
 
     def cancel(self, stream: Stream) -> None:

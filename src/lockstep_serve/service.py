@@ -7,15 +7,12 @@ import itertools
 import os
 import signal
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from lockstep.artifacts.chat_template import ChatTemplate
-from lockstep.errors import CheckError, LockstepError
-from lockstep.runtime.request import NOT_FINITE
-from lockstep.step.pages import PAGE_SIZE
+from lockstep.errors import CheckError
+from lockstep.runtime.request import NOT_FINITE, Request
 from lockstep.step.sampling import Logprobs
 from lockstep_serve.adapters import Adapters, one_of
 from lockstep_serve.bodies import BadRequest
@@ -24,17 +21,15 @@ from lockstep_serve.ended_requests import Observer
 from lockstep_serve.frames import Abort, Add, Counters, Frame, Loaded, Ready, Refused, Step, WeightsUpdated
 from lockstep_serve.link import EngineLink
 from lockstep_serve.log import fault_of, log
-from lockstep_serve.metrics import Infos, Metrics, ModelMetrics
+from lockstep_serve.metrics import Metrics, ModelMetrics
 from lockstep_serve.served_model import ServedModel
 from lockstep_serve.settings import ServiceOptions
 from lockstep_serve.spawn import EngineProcess
 from lockstep_serve.stream import TENANT, PromptRequest, Stream, StreamError
+from lockstep_serve.supervisor import Supervisor
 from lockstep_serve.weight_updates import WeightUpdates
 
-_CRASH_WINDOW_S = 60.0  # in which a second crash of the engine fails all requests
-_TOTALS = ("prefix_queries", "prefix_hits", "swaps")  # counters that only grow
 _ERRORS = ("error", "grammar_error")  # finish reasons that fail the request
-_MAX_BACKOFF_S = 30.0  # between two attempts to start an engine
 _MAX_RETRY_AFTER_S = 60
 
 
@@ -52,12 +47,12 @@ class Service:
         self.name = options.models[0].name
         self.limits = options.limits
         self.first_frame: Ready | None = None
-        self.counters = Counters()  # of the engine's last step
+        self.counters: Counters = Counters()  # of the engine's last step
         self._earlier = Counters()  # totals of the engines that died
         self.draining = False
-        self.restarts = 0
+        self.restarts: int = 0
         self.created = int(time.time())
-        self.metrics = Metrics(self.name, self._read(), self._infos(), self.drafts, options.metrics_prefix)
+        self.metrics = Metrics(self, options.metrics_prefix)
         self.observers = observers
         self.engine_options = options.engine
         self.adapters = Adapters(self.name, options.adapter_root, self._is_used)
@@ -70,9 +65,8 @@ class Service:
             checkpoint = model.name if self.models else ""
             metrics = ModelMetrics(self.metrics, model.name)
             self.models[model.name] = ServedModel(self, model, checkpoint, chat, adapters, metrics)
-        self.link: EngineLink | None = None
-        self._first_engine = engine
-        self._restarting = False  # an engine is being started, and no attempt has failed yet
+        self.link: EngineLink | None = None  # None while an engine starts
+        self.supervisor = Supervisor(self, engine)
         self._numbers = itertools.count()
         self.prompts: dict[int, PromptRequest] = {}  # by their numbers in the engine process
         self.streams: set[Stream] = set()
@@ -81,7 +75,6 @@ class Service:
         self.waiting_tokens = 0  # their tokens
         self.backlog_tokens = 0  # their tokens, and those of their longest possible answers
         self.num_running = 0  # answers of admitted prompts
-        self.crashes: deque[float] = deque()
         self._tasks: list[asyncio.Task] = []
         self._fault: CheckError | None = None
         self.ended = asyncio.Event()  # set after an internal error: the service is over
@@ -99,7 +92,7 @@ class Service:
 
     async def start(self) -> None:
         """Start the engine, and return when it is ready. Raises LockstepError."""
-        opening = asyncio.create_task(self._open())
+        opening = asyncio.create_task(self.supervisor.open_engine())
         try:
             await asyncio.gather(*(chat.start() for chat in self.chats))
             # Reads the vocabulary, or the first request would wait for it.
@@ -109,9 +102,10 @@ class Service:
             opening.cancel()
             await asyncio.gather(opening, return_exceptions=True)
             raise
-        for name, task in (("supervise", self._supervise()), ("watch", self._watch())):
-            self._tasks.append(asyncio.create_task(task, name=name))
-            self._tasks[-1].add_done_callback(self._task_ended)
+        for name, coroutine in (("supervise", self.supervisor.run()), ("watch", self.supervisor.watch())):
+            task = asyncio.create_task(coroutine, name=name)
+            task.add_done_callback(self._task_ended)
+            self._tasks.append(task)
 
     def _task_ended(self, task: asyncio.Task) -> None:
         """End the service: without this task, requests would wait for ever."""
@@ -161,12 +155,12 @@ class Service:
         while self.streams and time.monotonic() < end:
             await asyncio.sleep(0.02)
 
-    def _prompts_with_adapter(self) -> list[PromptRequest]:
+    def prompts_with_adapter(self) -> list[PromptRequest]:
         prompts = itertools.chain.from_iterable(stream.prompts for stream in self.streams)
         return [prompt for prompt in prompts if prompt.request.adapter]
 
     def _is_used(self, adapter: str) -> bool:
-        return any(prompt.request.adapter == adapter for prompt in self._prompts_with_adapter())
+        return any(prompt.request.adapter == adapter for prompt in self.prompts_with_adapter())
 
     @property
     def is_ready(self) -> bool:
@@ -194,57 +188,6 @@ class Service:
         """Return `Speculation.counts`, summed over all engine processes; [] without speculation."""
         pairs = itertools.zip_longest(self._earlier.drafts, self.counters.drafts, fillvalue=0)
         return [sum(pair) for pair in pairs]
-
-    def _read(self) -> dict[str, Callable[[], float]]:
-        """Return a getter of each gauge and counter, by the name of its series."""
-        return {
-            "num_requests_running": lambda: self.counters.running,
-            "num_requests_waiting": lambda: self.counters.waiting,
-            "kv_cache_usage_perc": self._used_pages,
-            "engine_up": lambda: int(self.is_ready),
-            "engine_restarts": lambda: self.restarts,
-            "num_preemptions": lambda: self.total("swaps"),
-            "prefix_cache_queries": lambda: self.total("prefix_queries"),
-            "prefix_cache_hits": lambda: self.total("prefix_hits"),
-        }
-
-    def _infos(self) -> Infos:
-        """Return a getter of the labels and value of each series of information."""
-        return {"cache_config_info": self._cache_config, "lora_requests_info": self._used_adapters}
-
-    def _cache_config(self) -> tuple[dict[str, str], float] | None:
-        if self.first_frame is None:
-            return None
-        ready = self.first_frame
-        labels = {"block_size": str(PAGE_SIZE), "num_gpu_blocks": str(ready.num_pages)}
-        if ready.kv_cache_dtype:
-            labels["cache_dtype"] = ready.kv_cache_dtype
-        return labels, 1.0
-
-    def _used_adapters(self) -> tuple[dict[str, str], float] | None:
-        num_adapters = len(self.adapters.model_names) - 1
-        if not num_adapters:
-            return None
-        running: set[str] = set()
-        waiting: set[str] = set()
-        for prompt in self._prompts_with_adapter():
-            names = waiting if prompt.admitted is None else running
-            names.add(str(prompt.request.adapter))
-        labels = {
-            "max_lora": str(num_adapters),
-            "running_lora_adapters": ",".join(sorted(running)),
-            "waiting_lora_adapters": ",".join(sorted(waiting)),
-        }
-        return labels, time.time()
-
-    def _used_pages(self) -> float:
-        if self.first_frame is None:
-            return 0.0
-        return self.counters.used_pages / self.ready.num_pages
-
-    @property
-    def num_streams(self) -> int:
-        return len(self.streams)
 
     @property
     def engine_pid(self) -> int | None:
@@ -278,7 +221,7 @@ class Service:
             raise StreamError("the server is shutting down; try another one", 503, "shutting_down")
         if self._fault is not None:
             raise StreamError("the server failed; its log says why", 503, "server_failed")
-        if self.link is None and not self._restarting:
+        if self.link is None and not self.supervisor.is_restarting:
             raise StreamError("the engine does not start; try again", 503, "engine_starting", retry_after=1)
         self.weights.check_queueing()
         self._check_room(prompts, model)  # first: under overload, a refusal must be cheap
@@ -291,12 +234,17 @@ class Service:
         self.streams.add(stream)
         for prompt in prompts:
             self._count_waiting(prompt, 1)
-            if self.link is None:  # `resubmit` sends it to the next engine
-                continue
-            prompt.number = next(self._numbers)
-            self.prompts[prompt.number] = prompt
-            self.link.send(Add(prompt.number, prompt.request))
+            if self.link is not None:  # else `Supervisor.resubmit` sends it to the next engine
+                prompt.number = self.send(prompt, prompt.request)
         return stream
+
+    def send(self, prompt: PromptRequest, request: Request) -> int:
+        """Send a request for answers to a prompt to the engine, and return its number there."""
+        assert self.link is not None
+        number = next(self._numbers)
+        self.prompts[number] = prompt
+        self.link.send(Add(number, request))
+        return number
 
     def cancel(self, stream: Stream) -> None:
         """Abort the unfinished answers of a stream; their slots are free in the next step."""
@@ -331,97 +279,25 @@ class Service:
             raise StreamError(message, 429, "queue_full", retry_after)
 
     def _count_waiting(self, prompt: PromptRequest, sign: int) -> None:
+        """Add a prompt to the totals of those that wait, or remove it; sign: 1 or -1."""
         request = prompt.request
         tokens = len(request.prompt_ids)
         self.num_waiting += sign
         self.waiting_tokens += sign * tokens
         self.backlog_tokens += sign * (tokens + request.n * request.max_new_tokens)
 
-    async def _open(self) -> None:
-        options = replace(self.engine_options, loaded=self.adapters.to_load())
-        process = self._first_engine
-        self._first_engine = None
-        link, self.first_frame = await EngineLink.start(options, self.limits.start, process)
-        for line in self.adapters.engine_started(link, self.first_frame):
-            log.warning(line)
-        self.link = link
-        self.weights.engine_started()
-
-    async def _supervise(self) -> None:
-        while True:
-            assert self.link is not None
-            reason = None
-            try:
-                last_frame = await self.link.run(self.handle_frame)
-                if last_frame:
-                    reason = last_frame.message
-            except Exception as error:  # a frame that cannot be handled: a new engine process may send none
-                reason = f"one of its frames cannot be handled: {fault_of(error)}"
-            dead = self.link
-            self.link = None
-            self._restarting = True
-            self.adapters.engine_died()
-            self.weights.engine_died()
-            totals: dict[str, Any] = {name: self.total(name) for name in _TOTALS}
-            self._earlier = Counters(**totals, drafts=self.drafts())
-            self.counters = Counters()
-            code = await dead.stop()
-            if reason is None:
-                reason = f"it ended with code {code}"
-            log.error(f"engine process {dead.pid} died: {reason}; starting another")
-            self.record_crash()
-            backoff = 0.5
-            while self.link is None:
-                try:
-                    await self._open()
-                except (LockstepError, OSError) as error:
-                    self._restarting = False
-                    log.error(f"the engine does not start: {error}")
-                    self.fail_all(StreamError("the engine died and does not start again"))
-                    await asyncio.sleep(backoff)
-                    backoff = min(2 * backoff, _MAX_BACKOFF_S)
-            self.restarts += 1
-            self.resubmit()
-
-    def record_crash(self) -> None:
-        """Fail requests that ran in two crashes, which they may cause; at a second in `_CRASH_WINDOW_S`, fail all."""
-        now = time.monotonic()
-        while self.crashes and now - self.crashes[0] > _CRASH_WINDOW_S:
-            self.crashes.popleft()
-        self.crashes.append(now)
-        for stream in list(self.streams):
-            for prompt in stream.prompts:
-                prompt.num_crashes += bool(prompt.choices)
-            if any(prompt.num_crashes > 1 for prompt in stream.prompts):
-                self.fail(stream, StreamError("the engine died twice while it ran this request"))
-            elif len(self.crashes) > 1:
-                self.fail(stream, StreamError("the engine died twice within a minute"))
-
-    def resubmit(self) -> None:
-        """Resubmit all unfinished requests to the new engine: each choice continues after its last token."""
-        assert self.link is not None
-        self.prompts.clear()
-        for stream in self.streams:
-            for prompt in stream.prompts:
-                prompt.resumed.clear()
-                request = prompt.request
-                choices = prompt.collector.completion.choices
-                if len(prompt.prompt_logprobs) < len(request.prompt_ids) - 1:  # incomplete: the new engine sends all
-                    prompt.prompt_logprobs.clear()
-                elif request.max_new_tokens:
-                    request = replace(request, prompt_logprobs=None)
-                if len(prompt.choices) == request.n and not any(choice.token_ids for choice in choices):  # not begun
-                    prompt.number = next(self._numbers)
-                    self.prompts[prompt.number] = prompt
-                    self.link.send(Add(prompt.number, request))
-                    continue
-                for choice in sorted(prompt.choices):
-                    number = next(self._numbers)
-                    prompt.resumed[choice] = number
-                    self.prompts[number] = prompt
-                    answer_ids = choices[choice].token_ids
-                    resumed = replace(request, n=1, choice=request.choice + choice, answer_ids=answer_ids)
-                    self.link.send(Add(number, resumed))
+    def engine_died(self) -> None:
+        """Go on without an engine: keep its totals, and fail what waits for it alone."""
+        self.link = None
+        self.adapters.engine_died()
+        self.weights.engine_died()
+        self._earlier = Counters(
+            swaps=self.total("swaps"),
+            prefix_queries=self.total("prefix_queries"),
+            prefix_hits=self.total("prefix_hits"),
+            drafts=self.drafts(),
+        )
+        self.counters = Counters()
 
     def handle_frame(self, frame: Frame) -> None:
         if isinstance(frame, Step):
@@ -542,6 +418,7 @@ class Service:
                 self.link.send(Abort(number))
 
     def forget(self, stream: Stream) -> None:
+        """Remove a stream that has ended; later calls do nothing."""
         if stream not in self.streams:
             return
         self.streams.remove(stream)
@@ -564,24 +441,8 @@ class Service:
         for stream in list(self.streams):
             self.fail(stream, error)
 
-    async def _watch(self) -> None:
-        """About once a second, end requests that waited too long, unread streams, and an engine that hangs."""
-        while True:
-            await asyncio.sleep(min(1.0, self.limits.queue_timeout / 2, self.limits.stall / 2))
-            now = time.monotonic()
-            self.measure(now)
-            limit = self.limits.queue_timeout
-            for stream in list(self.streams):
-                if not stream.is_admitted and now - stream.began > limit:
-                    message = f"the request waited for {now - stream.began:.0f} s (at most {limit:g})"
-                    self.fail(stream, StreamError(message, 503, "queue_timeout", 1))
-                elif stream.sending_since is not None and now - stream.sending_since > self.limits.slow_reader:
-                    self.cancel(stream)
-            if self.link is not None and now - self.link.last_frame > self.limits.stall:
-                log.error(f"engine process {self.link.pid} gave no sign of life for {self.limits.stall:g} s")
-                self.link.kill()
-
     def measure(self, now: float) -> None:
+        """Update the throughput, of which a full queue's Retry-After is made."""
         elapsed = now - self._measured_at
         if self._num_measured and elapsed > 0.5:
             rate = self._num_measured / elapsed

@@ -26,7 +26,7 @@ class EngineProcess:
             )
         except OSError as error:
             self.end.close()
-            raise CheckError(f"engine process: expected it to start, found that it cannot: {error.strerror}") from None
+            raise CheckError(f"engine process: expected it to start, found an error: {error.strerror}") from None
         finally:
             theirs.close()
 

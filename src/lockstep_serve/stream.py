@@ -31,6 +31,11 @@ FINISH_REASONS = {
 }
 
 
+def finish_reason(finish: str | None) -> str | None:
+    """Return why an answer ended, in the words of OpenAI's API and vLLM's metrics; other reasons have their own."""
+    return finish and FINISH_REASONS.get(finish, finish)
+
+
 @dataclass(eq=False)
 class PromptRequest:
     """A prompt of an HTTP request, until its answers have ended.
@@ -144,7 +149,6 @@ class Stream:
 
     @property
     def done(self) -> bool:
-        """Return whether the stream has ended."""
         return self.error is not None or self._num_open == 0
 
     @property
@@ -169,7 +173,6 @@ class Stream:
             self.wake()
 
     def fail(self, error: StreamError) -> None:
-        """End without an answer."""
         if not self.done:
             self.error = error
             self.wake()

@@ -68,7 +68,7 @@ def tools_of(tools: Any, choice: Any, parallel: bool | None) -> Tools | None:
 
 def _function(tool: Any, where: str) -> tuple[str, Mapping[str, Any], bool]:
     if not isinstance(tool, dict):
-        raise BadRequest(f"{where}: expected an object of type function, found 'no object'", "tools")
+        raise BadRequest(f"{where}: expected an object of type function, found {ascii(tool)[:60]}", "tools")
     function = tool.get("function")
     if not isinstance(function, dict) or tool.get("type", "function") != "function":
         shown = ascii(tool.get("type"))[:60]

@@ -1,4 +1,4 @@
-"""The choices of a request: what is prepared of them, their state while they run, and how their tokens are chosen."""
+"""The choices of a request: their preparation, their state while they run, and how their tokens are chosen."""
 
 from __future__ import annotations
 

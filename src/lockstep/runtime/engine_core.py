@@ -155,7 +155,6 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Return whether there are requests that have not ended."""
         return bool(self.choices)
 
     def prepare(self, request: Request, is_checked: bool = False) -> PreparedRequest:

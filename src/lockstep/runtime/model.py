@@ -23,7 +23,7 @@ from lockstep.step.advance import Advance, Executor, check, then_decode
 from lockstep.step.host import HostExecutor
 from lockstep.step.logits_pipeline import Sampler
 from lockstep.step.observer import Observer
-from lockstep.step.pages import PAGE_SIZE, PageTables
+from lockstep.step.pages import PAGE_SIZE
 from lockstep.step.sampling import Logprobs
 from lockstep.targets import Limits
 
@@ -84,6 +84,9 @@ class Model:
         self.max_seq_len = executor.max_seq_len
         self.max_num_tokens = max_num_tokens
         self.executor = executor
+        self.tables = executor.tables
+        self.async_scheduling = executor.async_scheduling
+        self.processes_logits = executor.processes_logits  # `set_sampling` takes all parameters, and masks are used
         self.adapters = adapters
 
     @classmethod
@@ -287,15 +290,6 @@ class Model:
         yield from self.checkpoints.preload()
 
     @property
-    def async_scheduling(self) -> bool:
-        return self.executor.async_scheduling
-
-    @property
-    def processes_logits(self) -> bool:
-        """Return whether `set_sampling` takes parameters that need logits, and `Advance.masks` are used."""
-        return self.executor.processes_logits
-
-    @property
     def logprobs(self) -> Mapping[int, Logprobs]:
         """Return by slot the log-probabilities of the last step's tokens: see `Executor.logprobs`."""
         return self.executor.logprobs
@@ -303,10 +297,6 @@ class Model:
     @property
     def in_flight(self) -> bool:
         return self.executor.in_flight
-
-    @property
-    def tables(self) -> PageTables:
-        return self.executor.tables
 
     def _run(self, advances: Sequence[Advance], run: Callable[[Sequence[Advance]], _Result]) -> _Result:
         check(advances, self.executor, self.vocab_size, self.max_num_tokens)

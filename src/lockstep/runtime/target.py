@@ -34,7 +34,6 @@ def open_model(target: str, results: str | os.PathLike = "results", **limits: An
 
 
 def open_tokenizer(target: str, results: str | os.PathLike = "results") -> Tokenizer:
-    """Open the tokenizer of a target's model."""
     tree = Results(Path(results))
     names = _parse(target, tree)
     return Tokenizer.open(tree.assembly(names.model, names.precision))

@@ -113,7 +113,7 @@ class Pieces:
         """Return what a token adds after itself, from the text of the token, and the text of it twice."""
         if _UNDECODED not in alone:
             return twice[len(alone) :].encode()
-        # Decoded alone, part of a character is a replacement character: its bytes stand in the token's name.
+        # Decoded alone, part of a character is a replacement character: its bytes are in the token's name.
         name = self._library.id_to_token(token)
         if byte := _BYTE_NAME.fullmatch(name):
             raw = bytes([int(byte[1], 16)])

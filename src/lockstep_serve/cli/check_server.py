@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lockstep.bundle.opened import Opened
 
 
-def check_server(service: Service, places: Sequence[Opened], results: Path) -> None:
+def check_server(service: Service, opened_models: Sequence[Opened], results: Path) -> None:
     """Start the server, compare its answers with golden's, and end it; the models' names are those of the service.
 
     Raises CheckError for an answer that differs; InputError for bundles, which hold no golden check.
@@ -30,9 +30,9 @@ def check_server(service: Service, places: Sequence[Opened], results: Path) -> N
     tree = Results(results)
     config = used_config(tree)
     models = []
-    for served, place in zip(service.models.values(), places, strict=True):
-        target = place.target
-        if place.checkpoint is None:
+    for served, opened in zip(service.models.values(), opened_models, strict=True):
+        target = opened.target
+        if opened.checkpoint is None:
             raise InputError(
                 f"--check: expected targets, of whose golden checks the answers are, found a bundle of {target}"
             )

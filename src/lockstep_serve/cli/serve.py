@@ -237,9 +237,9 @@ def serve(
         raise click.UsageError("expected a target or a bundle, found none; name one, or a folder of bundles (--models)")
     try:
         with contextlib.ExitStack() as stack:
-            places = [stack.enter_context(runnable(name, weights, results)) for name in names]
+            opened_models = [stack.enter_context(runnable(name, weights, results)) for name in names]
             drafting = speculative(drafts, results)
-            run_server(places, SimpleNamespace(**options, results=results, speculative=drafting))
+            run_server(opened_models, SimpleNamespace(**options, results=results, speculative=drafting))
     except KeyboardInterrupt as error:  # a server that is ready handles signals itself
         event = "interrupted"
         number = SIGINT.value

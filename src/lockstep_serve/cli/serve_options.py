@@ -33,26 +33,26 @@ if TYPE_CHECKING:
     from lockstep_serve.traces import Traces
 
 
-def _check_ranks(place: Opened, num_ranks: int | None) -> None:
+def _check_ranks(opened: Opened, num_ranks: int | None) -> None:
     """Raise InputError unless the graphs are split over as many ranks as requested."""
     from lockstep.artifacts.assembly import Assembly
 
-    degree = getattr(Assembly.load(place.assembly).tensor_parallel, "degree", 1)
+    degree = getattr(Assembly.load(opened.assembly).tensor_parallel, "degree", 1)
     if num_ranks not in (None, degree):
         raise InputError(
-            f"--tensor-parallel: expected {degree}, for {place.target} was exported for that many, found {num_ranks}; "
-            f"set tensor_parallel: {num_ranks} for {place.target.model} in the config and run `lockstep run`"
+            f"--tensor-parallel: expected {degree}, for {opened.target} was exported for that many, found {num_ranks}; "
+            f"set tensor_parallel: {num_ranks} for {opened.target.model} in the config and run `lockstep run`"
         )
 
 
 def _limits(checked: Limits, options: SimpleNamespace) -> Limits:
     """Return the sizes that are served. Raises InputError for larger ones than the target is checked to."""
-    limits_given = {
+    requested = {
         "max_seq_len": ("--max-model-len", options.max_model_len),
         "max_batch_size": ("--max-num-seqs", options.max_num_seqs),
     }
     limits = checked
-    for key, (option, value) in limits_given.items():
+    for key, (option, value) in requested.items():
         if value is None:
             continue
         if value > getattr(checked, key):
@@ -64,11 +64,13 @@ def _limits(checked: Limits, options: SimpleNamespace) -> Limits:
     return replace(limits, max_input_len=min(limits.max_input_len, limits.max_seq_len))
 
 
-def _names(places: Sequence[Opened], given: Sequence[str]) -> list[str]:
+def _names(opened_models: Sequence[Opened], served_names: Sequence[str]) -> list[str]:
     """Return the models' names in requests. Raises InputError for too few, or for one twice."""
-    if given and len(given) != len(places):
-        raise InputError(f"--served-model-name: expected {len(places)}, one for each model, found {len(given)}")
-    names = list(given) or [place.target.model for place in places]
+    if served_names and len(served_names) != len(opened_models):
+        raise InputError(
+            f"--served-model-name: expected {len(opened_models)}, one for each model, found {len(served_names)}"
+        )
+    names = list(served_names) or [opened.target.model for opened in opened_models]
     for name in names:
         if not name.strip():
             raise InputError("--served-model-name: expected a name, found an empty one")
@@ -81,11 +83,11 @@ def _check_engines(first: Opened, other: Opened) -> None:
     """Raise InputError, with what differs, unless two engine sets compute the same."""
     from lockstep.artifacts.engines import EngineSetManifest
 
-    def parts(place: Opened) -> dict[str, Any]:
-        manifest = EngineSetManifest.load(place.engines)
+    def parts(opened: Opened) -> dict[str, Any]:
+        manifest = EngineSetManifest.load(opened.engines)
         engines = {f"engine {name}": entry.sha256 for name, entry in manifest.engines.items()}
         names = ("backend", "backend_version", "precision", "options")
-        return {**{name: getattr(manifest, name) for name in names}, **engines, "layers": place.target.layers}
+        return {**{name: getattr(manifest, name) for name in names}, **engines, "layers": opened.target.layers}
 
     expected = parts(first)
     actual = parts(other)
@@ -97,7 +99,7 @@ def _check_engines(first: Opened, other: Opened) -> None:
             )
 
 
-def run_server(places: Sequence[Opened], options: SimpleNamespace) -> None:
+def run_server(opened_models: Sequence[Opened], options: SimpleNamespace) -> None:
     """Serve opened targets or bundles until SIGTERM or Ctrl-C. Raises InputError for options that do not fit them."""
     from lockstep_serve.log import start_log
 
@@ -105,23 +107,23 @@ def run_server(places: Sequence[Opened], options: SimpleNamespace) -> None:
     for plugin in plugins:
         plugin.prepare(options)
     start_log(options.log_level)
-    place = places[0]
-    names = _names(places, options.served_model_names)
-    _check_ranks(place, options.tensor_parallel)
-    for other in places[1:]:
-        _check_engines(place, other)
+    first = opened_models[0]
+    names = _names(opened_models, options.served_model_names)
+    _check_ranks(first, options.tensor_parallel)
+    for other in opened_models[1:]:
+        _check_engines(first, other)
         if other.adapters is not None:
             raise InputError(f"{other.target}: expected no adapters of further models, found some; serve it first")
     keys = read_api_keys(options.api_key_file)
     prefix = options.metrics_prefix
     if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", prefix):
         raise InputError(f"--metrics-prefix: expected letters, digits and _, found {prefix!r}")
-    with EngineProcess(place.target.backend) as engine:
-        _serve(places, names, keys, options, plugins, engine)
+    with EngineProcess(first.target.backend) as engine:
+        _serve(opened_models, names, keys, options, plugins, engine)
 
 
 def _serve(
-    places: Sequence[Opened],
+    opened_models: Sequence[Opened],
     names: Sequence[str],
     keys: Sequence[str],
     options: SimpleNamespace,
@@ -137,13 +139,13 @@ def _serve(
     from lockstep_serve.run import Address, serve
     from lockstep_serve.service import Service
 
-    place = places[0]
+    first = opened_models[0]
     engine_options = EngineOptions(
-        engines=str(place.engines),
-        assembly=str(place.assembly),
-        weights=str(place.weights),
-        layers=place.target.layers,
-        limits=asdict(_limits(place.limits, options)),
+        engines=str(first.engines),
+        assembly=str(first.assembly),
+        weights=str(first.weights),
+        layers=first.target.layers,
+        limits=asdict(_limits(first.limits, options)),
         threads=options.threads or _threads(),
         kv_bytes=options.kv_bytes,
         chunk_size=options.chunk_size,
@@ -153,17 +155,18 @@ def _serve(
         grammar_seconds=options.grammar_timeout,
         speculative=options.speculative,
         log_level=options.log_level,
-        adapters=_path_text(place.adapters),
-        checkpoint=_path_text(place.checkpoint),
+        adapters=_path_text(first.adapters),
+        checkpoint=_path_text(first.checkpoint),
         others=[
-            CheckpointFiles(name, str(other.assembly), str(other.weights)) for name, other in zip(names[1:], places[1:])
+            CheckpointFiles(name, str(other.assembly), str(other.weights))
+            for name, other in zip(names[1:], opened_models[1:])
         ],
         max_bound=options.max_loaded_models,
     )
     if (root := options.allow_adapter_loading) is not None:
-        _check_adapter_loading(place)
-    if options.allow_weight_updates is not None and place.adapters is not None:
-        raise InputError(f"--allow-weight-updates: expected a model without adapters, found {place.target} with some")
+        _check_adapter_loading(first)
+    if options.allow_weight_updates is not None and first.adapters is not None:
+        raise InputError(f"--allow-weight-updates: expected a model without adapters, found {first.target} with some")
     fields = ("max_queue", "max_queue_tokens", "queue_timeout", "stall", "slow_reader")
     limits = ServiceLimits(**{field: getattr(options, field) for field in fields})
     models = [
@@ -174,7 +177,7 @@ def _serve(
             options.tool_call_parser,
             options.reasoning_parser,
         )
-        for name, opened in zip(names, places)
+        for name, opened in zip(names, opened_models)
     ]
     observers = _observers(options, names[0])
     service_options = ServiceOptions(models, engine_options, limits, options.metrics_prefix, adapter_root=root)
@@ -192,7 +195,7 @@ def _serve(
         for observer in observers:
             stack.callback(observer.close)
         if options.check:
-            check_server(service, places, options.results)
+            check_server(service, opened_models, options.results)
             return
         serve(service, address, access, options.drain, click.echo, openers)
 
@@ -222,16 +225,16 @@ def _named_options() -> Iterator[None]:
         raise InputError(f"--kv-bytes: {message.replace('kv_bytes', '--kv-bytes')}") from None
 
 
-def _check_adapter_loading(place: Opened) -> None:
+def _check_adapter_loading(opened: Opened) -> None:
     """Raise InputError for a model that cannot take adapters, and for a bundle."""
     from lockstep.artifacts.assembly import Assembly
 
-    if Assembly.load(place.assembly).adapters is None:
+    if Assembly.load(opened.assembly).adapters is None:
         raise InputError(
             "--allow-adapter-loading: expected a model whose graphs take adapters, found one without; give "
-            f"{place.target.model} `adapters` in the config and run `lockstep run`"
+            f"{opened.target.model} `adapters` in the config and run `lockstep run`"
         )
-    if place.checkpoint is None:
+    if opened.checkpoint is None:
         raise InputError(
             "--allow-adapter-loading: expected a target, whose checkpoint adapters are checked against, found a bundle"
         )

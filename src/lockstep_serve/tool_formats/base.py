@@ -288,16 +288,23 @@ def _refuse(constant: str) -> None:
 class ToolFormat:
     """How a family of models writes tool calls.
 
-    name: of --tool-call-parser. template: texts that are all in the chat template of such a model; none: the format
-    must be named. starts: what begins calls, anywhere in an answer. opening: characters that begin them only at the
-    answer's start. read: reads calls from the start of the first. ends_reasoning: calls that begin with this also end
-    reasoning whose end mark is missing. marks: texts of `call` that a tokenizer may have as one token. call: the parts
-    of a call as the model is trained to write it, with NAME and ARGUMENTS, for grammars; none: forced calls are plain
-    JSON. around: what is before, between and after several calls. argument: the parts of an argument, with KEY and
-    VALUE, where arguments are no JSON object; the text after VALUE ends it. id_length: characters of a call's id. id:
-    its template, with {name} and {number}, which counts the chat's calls. instructs: the chat template has no tools, so
-    a system message describes them. answer: what begins the text of an answer in a format that marks answers too; a
-    call then ends the answer.
+    Attributes:
+        name: Of --tool-call-parser.
+        template: Texts that are all in the chat template of such a model; none: the format must be named.
+        starts: What begins calls, anywhere in an answer.
+        read: Reads calls from the start of the first.
+        opening: Characters that begin calls only at the answer's start.
+        ends_reasoning: Calls that begin with this also end reasoning whose end mark is missing.
+        marks: Texts of `call` that a tokenizer may have as one token.
+        call: The parts of a call as the model is trained to write it, with NAME and ARGUMENTS, for grammars; none:
+            forced calls are plain JSON.
+        around: What is before, between and after several calls.
+        argument: The parts of an argument, with KEY and VALUE, where arguments are no JSON object; the text after VALUE
+            ends it.
+        id_length: Characters of a call's id.
+        id: Its template, with {name} and {number}, which counts the chat's calls.
+        instructs: The chat template has no tools, so a system message describes them.
+        answer: What begins the text of an answer, in a format that marks answers too; a call then ends the answer.
     """
 
     name: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from lockstep_serve.tool_formats.arguments import coerced, dumped
@@ -38,15 +39,7 @@ def _read_glm(source: Source) -> Reading[None]:
     yield from source.expect(_END)
 
 
-def _read_qwen(source: Source) -> Reading[None]:
-    return _read_functions(source, _BEGIN, _END)
-
-
-def _read_seed(source: Source) -> Reading[None]:
-    return _read_functions(source, _SEED, _SEED_END)
-
-
-def _read_functions(source: Source, begin: str, end: str) -> Reading[None]:
+def _read_function_call(source: Source, begin: str, end: str) -> Reading[None]:
     is_marked = yield from source.follows(begin)  # Qwen3-Coder often leaves it out
     yield from source.expect(_FUNCTION)
     head = source.at
@@ -99,7 +92,7 @@ QWEN3_CODER = ToolFormat(
     name="qwen3_coder",
     template=(_FUNCTION, _PARAMETER),
     starts=(_BEGIN, _FUNCTION),
-    read=_read_qwen,
+    read=functools.partial(_read_function_call, begin=_BEGIN, end=_END),
     ends_reasoning=(f"{_BEGIN}\n{_FUNCTION}",),
     marks=(_BEGIN, _END),
     call=(_BEGIN, f"\n{_FUNCTION}", NAME, ">\n", ARGUMENTS, f"{_FUNCTION_END}\n", _END),
@@ -110,7 +103,7 @@ SEED = ToolFormat(
     name="seed_oss",
     template=(_SEED,),
     starts=(_SEED,),
-    read=_read_seed,
+    read=functools.partial(_read_function_call, begin=_SEED, end=_SEED_END),
     marks=(_SEED, _SEED_END),
     call=(_SEED, f"\n{_FUNCTION}", NAME, ">\n", ARGUMENTS, f"{_FUNCTION_END}\n", _SEED_END),
     around=((), ("\n",), ()),

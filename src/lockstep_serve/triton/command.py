@@ -73,12 +73,12 @@ def triton(
         max_batch_size = opened.limits.max_batch_size
     served = os.path.abspath(target) if target.endswith(BUNDLE_SUFFIX) else target
     folder = out.absolute()
-    place = (socket or folder / "lockstep.sock").absolute()
+    socket_path = (socket or folder / "lockstep.sock").absolute()
     command = [sys.executable, "-m", "lockstep", "serve", served, "--results", str(results.absolute())]
-    command += ["--unix", str(place), "--triton-repository", str(folder), *shlex.split(serve_options)]
+    command += ["--unix", str(socket_path), "--triton-repository", str(folder), *shlex.split(serve_options)]
     parameters, settings = template_values(options, max_batch_size)
     settings = {"max_queue": max_queue, "decoupled": decoupled, **settings, "options": parameters}
-    repository = Repository(command, place, max_batch_size, **settings)
+    repository = Repository(command, socket_path, max_batch_size, **settings)
     with tempfile.TemporaryDirectory() as trial:  # first elsewhere, so that an invalid repository is never written
         write_repository(repository, Path(trial))
         if faults := check_repository(Path(trial)):

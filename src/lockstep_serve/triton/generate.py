@@ -7,6 +7,7 @@ value is sent as the value.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -25,21 +26,19 @@ _JSON = {"content-type": "application/json"}
 
 
 def generate_endpoints(triton: Triton, access: Access) -> list[Endpoint]:
-    """Return the endpoints of the extension."""
 
-    async def generate(request: Request) -> Any:
+    async def answer(request: Request, is_stream: bool) -> InferAnswer:
         infer_request = await _infer_request(request, access)
         inference = await triton.infer(infer_request)
-        return InferAnswer(inference, lambda response: (_answer(infer_request, response), _JSON))
-
-    async def generate_stream(request: Request) -> Any:
-        infer_request = await _infer_request(request, access)
-        inference = await triton.infer(infer_request)
-        # Stream tokens unless the body says otherwise; upstream sends one event if `stream` is absent.
-        in_tokens = inference.in_tokens or not {"stream", "streaming"} & infer_request.inputs.keys()
-        events = events_of(inference, in_tokens, lambda response: _answer(infer_request, response))
+        events = None
+        if is_stream:
+            # Tokens are streamed unless the body says otherwise; upstream sends one event if `stream` is absent.
+            in_tokens = inference.in_tokens or not {"stream", "streaming"} & infer_request.inputs.keys()
+            events = events_of(inference, in_tokens, lambda response: _answer(infer_request, response))
         return InferAnswer(inference, lambda response: (_answer(infer_request, response), _JSON), events)
 
+    generate = functools.partial(answer, is_stream=False)
+    generate_stream = functools.partial(answer, is_stream=True)
     return model_endpoints("/generate", generate, "POST") + model_endpoints("/generate_stream", generate_stream, "POST")
 
 

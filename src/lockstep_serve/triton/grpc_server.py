@@ -32,7 +32,7 @@ from lockstep_serve.triton.tensors import (
     check_parameters,
     from_bytes,
     from_list,
-    of,
+    new_tensor,
     to_bytes,
 )
 
@@ -305,7 +305,7 @@ def _tensor(message: Any) -> Tensor:
         return from_list(name, datatype, shape, values)
     if len(values) != count:
         raise BadRequest(f"{name}: contents: expected {count} elements for shape {shape}, found {len(values)}")
-    return of(name, datatype, values, *shape)
+    return new_tensor(name, datatype, values, *shape)
 
 
 def infer_response(request: InferRequest, response: InferResponse) -> Any:

@@ -15,8 +15,8 @@ from lockstep_serve.service import Service
 from lockstep_serve.stream import AnswerDelta, Stream, StreamError
 from lockstep_serve.triton.inputs import Batch, InferRequest, Prompt, check_outputs, prompts_of
 from lockstep_serve.triton.statistics import Statistics
-from lockstep_serve.triton.steps import postprocess, preprocess
-from lockstep_serve.triton.tensors import Tensor, of
+from lockstep_serve.triton.tensors import Tensor, new_tensor
+from lockstep_serve.triton.text_models import postprocess, preprocess
 
 _CONTEXT = 32  # tokens before a piece, from which postprocessing decodes spaces and incomplete characters
 
@@ -41,7 +41,6 @@ class Inference:
         self.id = id
 
     async def full_response(self) -> InferResponse:
-        """Return one response for all answers. Raises StreamError."""
         return InferResponse(self._outputs)
 
     async def parts(self, in_tokens: bool) -> AsyncIterator[InferResponse]:
@@ -59,7 +58,7 @@ class Triton:
         """fold_ids: take token ids modulo the vocabulary's size."""
         self.service = service
         self._fold_ids = fold_ids
-        self._running: dict[str, set[Generation]] = {}  # by the ids of their requests
+        self._running: dict[str, set[Generation]] = {}  # by the ids of their requests, which may be the same
         self.statistics = Statistics()
 
     async def infer(self, request: InferRequest) -> Inference:
@@ -212,34 +211,36 @@ class Generation(Inference):
         """Return the tensors of a response: of one answer, or of all."""
         names = self._request.outputs
         complete = self._request.complete
-        batch = len({answer.batch for answer in answers})
+        batch = len({answer.batch for answer in answers})  # prompts with an answer here
         num_sequences = len(answers) // batch
         min_length = int(complete)
         tensors: list[Tensor] = []
         if "text_output" in self._request.model.outputs:
             shape = [batch, num_sequences] if complete else [len(texts)]
-            tensors.append(of("text_output", "BYTES", [text.encode(errors="replace") for text in texts], *shape))
+            tensors.append(
+                new_tensor("text_output", "BYTES", [text.encode(errors="replace") for text in texts], *shape)
+            )
         else:
             rows: list[list[Any]] = [answer.tokens[answer.sent :] for answer in answers]
             if with_prompt:
                 rows = [[*answer.prompt.repeated_ids, *row] for answer, row in zip(answers, rows)]
             tensors.append(_padded("output_ids", "INT32", rows, -1, batch, num_sequences, min_length))
-            tensors.append(of("sequence_length", "INT32", list(map(len, rows)), batch, num_sequences))
+            tensors.append(new_tensor("sequence_length", "INT32", list(map(len, rows)), batch, num_sequences))
             if complete:
                 tensors += _context(answers[0], with_prompt)
         # Zeros for a client that lists them as outputs but did not request them, as upstream does.
         log_probs = complete or any(answer.prompt.log_probs for answer in answers)
         if log_probs or "cum_log_probs" in (names or ()):
             tensors.append(
-                of("cum_log_probs", "FP32", [sum(answer.log_probs) for answer in answers], batch, num_sequences)
+                new_tensor("cum_log_probs", "FP32", [sum(answer.log_probs) for answer in answers], batch, num_sequences)
             )
         if log_probs or "output_log_probs" in (names or ()):
             rows = [(answer.log_probs or [0.0] * len(answer.tokens))[answer.sent :] for answer in answers]
             tensors.append(_padded("output_log_probs", "FP32", rows, 0.0, batch, num_sequences, min_length))
         if len(answers) == 1 and (complete or self._batch_size > 1):
-            tensors.append(of("batch_index", "INT32", [answers[0].batch], 1, 1))
+            tensors.append(new_tensor("batch_index", "INT32", [answers[0].batch], 1, 1))
         if len(answers) == 1 and (complete or self._n > 1):
-            tensors.append(of("sequence_index", "INT32", [answers[0].sequence], 1, 1))
+            tensors.append(new_tensor("sequence_index", "INT32", [answers[0].sequence], 1, 1))
         return [tensor for tensor in tensors if names is None or tensor.name in names]
 
 
@@ -250,7 +251,10 @@ def _context(answer: _Answer, with_prompt: bool) -> list[Tensor]:
         prompt_ids = answer.prompt.prompt_request.request.prompt_ids
         before = np.asarray(prompt_ids[-_CONTEXT:]).tolist()
         before = [*before, *answer.tokens[max(0, answer.sent - _CONTEXT) : answer.sent]][-_CONTEXT:]
-    return [of("CONTEXT_IDS", "INT32", before or [-1], 1, 1, -1), of("IS_LAST", "BOOL", [answer.ended], 1, 1)]
+    return [
+        new_tensor("CONTEXT_IDS", "INT32", before or [-1], 1, 1, -1),
+        new_tensor("IS_LAST", "BOOL", [answer.ended], 1, 1),
+    ]
 
 
 def _padded(
@@ -259,4 +263,4 @@ def _padded(
     """Return the tensor [batch, answers per prompt, length] of rows, padded to at least `min_length`."""
     length = max(min_length, *map(len, rows))
     values = [[*row, *[fill] * (length - len(row))] for row in rows]
-    return of(name, datatype, values, batch, num_sequences, length)
+    return new_tensor(name, datatype, values, batch, num_sequences, length)

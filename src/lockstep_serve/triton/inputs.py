@@ -251,6 +251,7 @@ def word_biases(
     for word, weight in zip(raw, weights.tolist()):
         if word:
             text = word.decode(errors="replace")
+            # A token counts as often as the spelling that has it most often.
             counts: Counter[int] = Counter()
             for tokens in spellings(words_name, [text], tokenizer):
                 counts |= Counter(tokens)

@@ -97,12 +97,10 @@ def model_endpoints(action: str, handler: Handler, method: str = "GET") -> list[
 
 
 def path_model(request: Request) -> Model:
-    """Return the model that a request's path names."""
     return model_of(request.path_params["name"], request.path_params.get("version", ""))
 
 
 def kserve_endpoints(triton: Triton, access: Access) -> list[Endpoint]:
-    """Return the protocol's endpoints."""
     return _Kserve(triton, access).endpoints()
 
 

@@ -36,7 +36,7 @@ class Statistics:
 
     def _add(self, model: str, name: str, seconds: float) -> None:
         self._counts[model][name] += 1
-        self._times[model][name] += max(0, round(seconds * 1e9))
+        self._times[model][name] += max(0, round(seconds * 1e9))  # nanoseconds
 
     def of(self, *models: str) -> dict[str, Any]:
         """Return Triton's statistics of models, by default of all."""

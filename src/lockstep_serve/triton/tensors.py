@@ -51,14 +51,9 @@ class Tensor:
         return list(self.array.shape)
 
 
-def of(name: str, datatype: str, values: Any, *shape: int) -> Tensor:
-    """Return a tensor of an answer. values: numbers, or bytes."""
-    if datatype == "BYTES":
-        array = np.empty(len(values), object)
-        array[:] = values
-    else:
-        array = np.asarray(values, DATATYPES[datatype])
-    return Tensor(name, datatype, array.reshape(shape or (-1,)))
+def new_tensor(name: str, datatype: str, values: Any, *shape: int) -> Tensor:
+    """Return a tensor of an answer, flat without a shape. values: numbers, or bytes."""
+    return Tensor(name, datatype, np.asarray(values, DATATYPES[datatype]).reshape(shape or (-1,)))
 
 
 def check_declaration(name: str, datatype: str, shape: Sequence[int]) -> int:
@@ -100,7 +95,7 @@ def values_array(name: str, datatype: str, values: list[Any]) -> np.ndarray:
     """Return JSON's values as an array [len(values)]. Raises BadRequest."""
     dtype = DATATYPES[datatype]
     if datatype == "BYTES":
-        return of(name, datatype, [_bytes(name, value) for value in values]).array
+        return new_tensor(name, datatype, [_bytes(name, value) for value in values]).array
     types: tuple[type, ...] = (bool,)
     lowest: float = 0
     highest: float = 1
@@ -133,7 +128,7 @@ def from_bytes(name: str, datatype: str, shape: Sequence[int], data: bytes) -> T
     if datatype == "BYTES":
         if not count:
             return Tensor(name, datatype, np.empty(shape, DATATYPES[datatype]))
-        return of(name, datatype, _elements(name, count, data), *shape)
+        return new_tensor(name, datatype, _elements(name, count, data), *shape)
     dtype = DATATYPES[datatype]
     if len(data) != count * dtype.itemsize:
         raise BadRequest(
@@ -169,7 +164,6 @@ def to_list(tensor: Tensor) -> list[Any]:
 
 
 def to_bytes(tensor: Tensor) -> bytes:
-    """Return a tensor's binary data."""
     if tensor.datatype == "BYTES":
         return b"".join(_LENGTH.pack(len(value)) + value for value in tensor.array.ravel())
     return tensor.array.tobytes()

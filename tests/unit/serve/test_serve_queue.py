@@ -139,10 +139,10 @@ def test_totals_are_those_of_a_recount_whatever_comes(tokenizer: Tokenizer, data
 
     def die() -> None:
         played.has.clear()
-        service.record_crash()
+        service.supervisor.record_crash()
         if data.draw(st.booleans()):
-            service.crashes.clear()
-        service.resubmit()
+            service.supervisor.crashes.clear()
+        service.supervisor.resubmit()
 
     for _ in range(data.draw(st.integers(1, 25))):
         events = {"submit": submit}

@@ -39,6 +39,7 @@ from lockstep_serve.openai import CompletionFormat
 from lockstep_serve.run import listening
 from lockstep_serve.service import Service
 from lockstep_serve.settings import EngineOptions, ServedModelOptions, ServiceOptions
+from lockstep_serve.supervisor import Supervisor
 from shared import Shared
 from some import some
 
@@ -92,16 +93,16 @@ def test_the_demo_is_served_as_golden_found_it(tree: Results, golden_json: Path,
 
 def _lose_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens sent before the engine died, less one: a token comes twice."""
-    bring = Service.resubmit
+    bring = Supervisor.resubmit
 
-    def forget(self: Service) -> None:
-        for stream in self.streams:
+    def forget(self: Supervisor) -> None:
+        for stream in self._service.streams:
             for active in stream.prompts:
                 for choice in active.collector.completion.choices:
                     del choice.token_ids[-1:]
         bring(self)
 
-    monkeypatch.setattr(Service, "resubmit", forget)
+    monkeypatch.setattr(Supervisor, "resubmit", forget)
 
 
 def _mix_up_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,5 @@ class ForcedTokens:
         return allowed
 
     def consume(self, token: int) -> End | None:
-        """Go on to the next token."""
         self._token = next(self._tokens, -1)
         return None

@@ -56,7 +56,6 @@ def files_of(repository: Repository) -> dict[str, bytes]:
 
 
 def sources_of(name: str) -> dict[str, bytes]:
-    """Return the Python files of a model, by path."""
     return {f"{name}/{VERSION}/{file}": data for file, data in _SOURCES.items() if name != "ensemble"}
 
 

@@ -14,7 +14,7 @@ from lockstep_serve.bodies import BadRequest, bad_request
 from lockstep_serve.prompts import encode_texts
 from lockstep_serve.served_model import ServedModel
 from lockstep_serve.triton.inputs import Batch, word_biases
-from lockstep_serve.triton.tensors import Tensor, of
+from lockstep_serve.triton.tensors import Tensor, new_tensor
 from lockstep_serve.triton.words import spellings
 
 
@@ -23,18 +23,19 @@ async def preprocess(batch: Batch, model: ServedModel) -> list[Tensor]:
     tokenizer = model.tokenizer
     count = range(batch.size)
     ends = model.ready.eos_token_ids
-    end = batch_values(batch, "END_ID", next(iter(ends), -1))
-    pad = batch_values(batch, "PAD_ID", next(iter(ends), 0))
+    end = _batch_values(batch, "END_ID", next(iter(ends), -1))
+    pad = _batch_values(batch, "PAD_ID", next(iter(ends), 0))
     texts = [next(iter(batch.texts("QUERY", number)), "") for number in count]
     ids = await encode_texts(texts, tokenizer, "QUERY", model.ready.max_seq_len)
     longest = max(map(len, ids))
+    # The texts of a batch are one tensor; REQUEST_INPUT_LEN says where each one ends.
     padded = [[*tokens.tolist(), *[fill] * (longest - len(tokens))] for tokens, fill in zip(ids, pad)]
     bad = [spellings("BAD_WORDS_DICT", batch.texts("BAD_WORDS_DICT", number), tokenizer) for number in count]
     stop = [spellings("STOP_WORDS_DICT", batch.texts("STOP_WORDS_DICT", number), tokenizer) for number in count]
     biases = [
         word_biases(batch, "EMBEDDING_BIAS_WORDS", "EMBEDDING_BIAS_WEIGHTS", number, tokenizer) for number in count
     ]
-    bias_length = model.ready.vocab_size if any(biases) else 0
+    bias_length = model.ready.vocab_size if any(biases) else 0  # no biases: an empty row, not one of the vocabulary
     bias = np.zeros((batch.size, bias_length), np.float32)
     for row, weights in zip(bias, biases):
         try:
@@ -45,24 +46,23 @@ async def preprocess(batch: Batch, model: ServedModel) -> list[Tensor]:
             row[token] = weight
 
     def column(name: str, values: Sequence[int]) -> Tensor:
-        return of(name, "INT32", values, batch.size, 1)
+        return new_tensor(name, "INT32", values, batch.size, 1)
 
     return [
-        of("INPUT_ID", "INT32", padded, batch.size, longest),
+        new_tensor("INPUT_ID", "INT32", padded, batch.size, longest),
         column("REQUEST_INPUT_LEN", list(map(len, ids))),
         column("DECODER_INPUT_ID", pad),
         column("REQUEST_DECODER_INPUT_LEN", [1] * batch.size),
         _word_lists("BAD_WORDS_IDS", bad),
         _word_lists("STOP_WORDS_IDS", stop),
-        of("EMBEDDING_BIAS", "FP32", bias, *bias.shape),
-        column("REQUEST_OUTPUT_LEN", batch_values(batch, "REQUEST_OUTPUT_LEN", 0)),
+        new_tensor("EMBEDDING_BIAS", "FP32", bias, *bias.shape),
+        column("REQUEST_OUTPUT_LEN", _batch_values(batch, "REQUEST_OUTPUT_LEN", 0)),
         column("OUT_END_ID", end),
         column("OUT_PAD_ID", pad),
     ]
 
 
-def batch_values(batch: Batch, name: str, default: int) -> list[int]:
-    """Return the value of an input for each prompt of a batch."""
+def _batch_values(batch: Batch, name: str, default: int) -> list[int]:
     return [batch.value(name, number, default) for number in range(batch.size)]
 
 
@@ -75,7 +75,7 @@ def _word_lists(name: str, lists: Sequence[Sequence[Sequence[int]]]) -> Tensor:
         flat = list(itertools.chain.from_iterable(words))
         row[0, : len(flat)] = flat
         row[1, : len(words)] = np.cumsum([len(tokens) for tokens in words])
-    return of(name, "INT32", rows, *rows.shape)
+    return new_tensor(name, "INT32", rows, *rows.shape)
 
 
 def postprocess(batch: Batch, model: ServedModel) -> list[Tensor]:
@@ -110,4 +110,4 @@ def postprocess(batch: Batch, model: ServedModel) -> list[Tensor]:
                 texts.append(text.encode())
             except InputError as error:
                 raise BadRequest(str(error), "TOKENS_BATCH") from None
-    return [of("OUTPUT", "BYTES", texts, len(texts))]
+    return [new_tensor("OUTPUT", "BYTES", texts, len(texts))]
