@@ -1,7 +1,7 @@
 """Every family shape through the whole workflow, on each backend that runs on a CPU: a family works when that passes.
 
-`make test` exports all of them in fp32, which compares their graphs with transformers, takes one of each kind through
-the other stages, 10 s of one core each, and one in small weights. The rest runs at night.
+`make test` takes all of them in fp32 through every stage on ONNX Runtime, four on OpenVINO too, and one in small
+weights. The rest runs at night.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ from some import some
 
 pytest.importorskip("openvino")
 BACKENDS = ("onnxruntime", "openvino")
-# One of each kind of what stages after export run, besides the demo, a Llama: biases, learned positions and transposed
-# weights; windows and caps; sinks and grouped experts; latent attention and a router with groups; states alone, beside
-# attention, and in layers of their own.
-KINDS = ("gpt2", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_5_text", "falcon_h1", "nemotron_h")
+# By day on OpenVINO, whose stages take as long as all others: what the demo, a Llama, has not. Biases, learned
+# positions, transposed weights; windows and caps; latent attention and a router with groups; states beside attention.
+ON_OPENVINO = ("gpt2", "gemma2", "deepseek_v3", "qwen3_5_text")
 SERVED = "qwen3_5_text"  # a server starts for two seconds, and runs the steps that `golden` ran
 
 
@@ -67,16 +66,13 @@ def failed(config: Mapping[str, Any], folder: Path, targets: Mapping[str, Sequen
     return failures(folder / "results", f"random:{folder}/shape.json?seed=0", targets, **options)
 
 
-@pytest.mark.parametrize("family", some(FAMILIES, *KINDS))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_passes_every_stage(shared: Shared, tmp_path: Path, family: str) -> None:
-    targets = dict.fromkeys(BACKENDS, ["fp32"])
+    targets = {"onnxruntime": ["fp32"]}
+    if family in ON_OPENVINO:
+        targets["openvino"] = ["fp32"]
     left_out = f"served {MODEL}/fp32/all/openvino" if family == SERVED else "served"
     assert not failed(FAMILIES[family].config, tmp_path, targets, left_out=left_out)
-
-
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in KINDS])
-def test_the_graphs_of_a_family_compute_what_transformers_does(shared: Shared, family: str) -> None:
-    assert shared.exported(FAMILIES[family].config, "fp32")
 
 
 @pytest.mark.parametrize("family", some(FAMILIES, "gpt2"))
