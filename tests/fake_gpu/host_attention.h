@@ -8,13 +8,6 @@ struct uint2 { unsigned x, y; };
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 template <typename X, typename Y> std::common_type_t<X, Y> min(X x, Y y) { std::common_type_t<X, Y> a = x, b = y; return a < b ? a : b; }
 template <typename X, typename Y> std::common_type_t<X, Y> max(X x, Y y) { std::common_type_t<X, Y> a = x, b = y; return a > b ? a : b; }
-inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
-    const unsigned long long from = a | (unsigned long long)b << 32;
-    unsigned long long result = 0;
-    for (int n = 0; n < 4; ++n) result |= (from >> (selector >> 4 * n & 7) * 8 & 0xff) << 8 * n;
-    return result;
-}
-
 inline void __syncwarp() { exchange(0, threadIdx.x); }
 
 inline unsigned pack(float low, float high) {

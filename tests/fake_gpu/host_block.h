@@ -79,6 +79,12 @@ template <typename To, typename From> To as(From value) { To to; memcpy(&to, &va
 inline unsigned __float_as_uint(float value) { return as<unsigned>(value); }
 inline float __uint_as_float(unsigned value) { return as<float>(value); }
 inline float __int_as_float(int value) { return as<float>(value); }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+    const unsigned long long from = a | (unsigned long long)b << 32;
+    unsigned long long result = 0;
+    for (int n = 0; n < 4; ++n) result |= (from >> (selector >> 4 * n & 7) * 8 & 0xff) << 8 * n;
+    return result;
+}
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline double __dmul_rn(double a, double b) { return a * b; }

@@ -25,7 +25,7 @@ E4M3_TYPE = np.dtype(ml_dtypes.float8_e4m3fn)
 HALF = np.dtype(np.float16)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 COMPILER = shutil.which("c++") or shutil.which("g++")
-# ldmatrix and mma.m16n8k16 by their layouts in the PTX manual, lane by lane.
+# ldmatrix by its layout in the PTX manual, lane by lane.
 SOURCE = r"""
 #define ON_HOST
 #include "fake_gpu/host_block.h"
@@ -33,7 +33,7 @@ SOURCE = r"""
 inline int min(int a, int b) { return a < b ? a : b; }
 #include "fake_gpu/host_numbers.h"
 #include "numbers.cuh"
-inline float part(u32 pair, int high) { return number(high ? pair >> 16 : pair & 0xffff); }
+#include "fake_gpu/host_mma.h"
 inline void next_may_start() {}
 inline void wait_for_previous() {}
 inline void cp_async_commit() {}
@@ -50,24 +50,7 @@ void ldmatrix(u32 from, u32* r) {
         memcpy(&r[i], memory + row + lane % 4 * 4, 4);
     }
 }
-static u32 held[BLOCK_THREADS / 32][32][6];
-void mma(float* d, const u32* a, const u32* b) {
-    const int self = threadIdx.x, lane = self % 32, row = lane / 4, four = lane % 4;
-    auto& all = held[self / 32];
-    const u32 own[6] = {a[0], a[1], a[2], a[3], b[0], b[1]};
-    memcpy(all[lane], own, sizeof(own));
-    host_block::wait(host_block::warps[self / 32]);
-    for (int i = 0; i < 4; i++) {
-        const int column = four * 2 + i % 2;
-        for (int k = 0; k < 16; k++) {
-            const u32 left = all[row * 4 + k % 8 / 2][k / 8 * 2 + i / 2];
-            const u32 right = all[column * 4 + k % 8 / 2][4 + k / 8];
-            d[i] += part(left, k % 2) * part(right, k % 2);
-        }
-    }
-    host_block::wait(host_block::warps[self / 32]);
-    threadIdx.x = self;
-}
+void mma(float* d, const u32* a, const u32* b) { mma_16816(d, {a[0], a[1], a[2], a[3], b[0], b[1]}); }
 """
 HALVES = r"""
 #include "few_rows.cu"
@@ -115,12 +98,6 @@ SMALL_EXPERTS = (
 inline u32 hsub2(u32 a, u32 b) { return narrow(part(a, 0) - part(b, 0)) | (u32)narrow(part(a, 1) - part(b, 1)) << 16; }
 inline u32 hadd2(u32 a, u32 b) { return narrow(part(a, 0) + part(b, 0)) | (u32)narrow(part(a, 1) + part(b, 1)) << 16; }
 inline float of_bits(u32 bits) { return as<float>(bits); }
-inline u32 __byte_perm(u32 a, u32 b, u32 choice) {
-    const unsigned long long all = (unsigned long long)b << 32 | a;
-    u32 found = 0;
-    for (int i = 0; i < 4; i++) found |= (u32)(all >> (choice >> i * 4 & 7) * 8 & 255) << i * 8;
-    return found;
-}
 #include "expert_small_weights.cu"
 #define RUN(NAME) extern "C" void run_##NAME( \
     int blocks, const unsigned char* weight, const void* scales, const unsigned short* x, unsigned short* out, \

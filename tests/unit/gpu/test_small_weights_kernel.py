@@ -20,7 +20,7 @@ from some import some
 TESTS = Path(__file__).parents[2]
 KERNEL = TESTS.parent / "src" / "lockstep_gpu" / "kernels" / "small_weights.cu"
 COMPILER = shutil.which("c++") or shutil.which("g++")
-# fp16 pairs by the compiler's own type; mma.m16n8k16 by its layout in the PTX manual, lane by lane.
+# fp16 pairs by the compiler's own type.
 SOURCE = r"""
 #define ON_HOST
 #include "fake_gpu/host_block.h"
@@ -30,7 +30,7 @@ struct uint2 { u32 x, y; };
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 #include "fake_gpu/host_numbers.h"
 #include "numbers.cuh"
-inline float part(u32 pair, int high) { return number(high ? pair >> 16 : pair & 0xffff); }
+#include "fake_gpu/host_mma.h"
 template <typename F> u32 pairs(F f) { return narrow(f(0)) | (u32)narrow(f(1)) << 16; }
 inline u32 hsub2(u32 a, u32 b) { return pairs([=](int i) { return part(a, i) - part(b, i); }); }
 inline u32 hmul2(u32 a, u32 b) { return pairs([=](int i) { return part(a, i) * part(b, i); }); }
@@ -40,30 +40,8 @@ inline uint4 load_streaming(const uint4* from) { return *from; }
 inline uint4 load_streaming_prefetch(const uint4* from) { return *from; }
 inline void next_may_start() {}
 inline void wait_for_previous() {}
-inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
-    const unsigned long long both = a | (unsigned long long)b << 32;
-    u32 found = 0;
-    for (int i = 0; i < 4; i++) found |= (u32)(both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
-    return found;
-}
 static Index blockDim{BLOCK_THREADS};
-static u32 held[BLOCK_THREADS / 32][32][6];
-void mma(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    const int self = threadIdx.x, lane = self % 32, row = lane / 4, four = lane % 4;
-    auto& all = held[self / 32];
-    const u32 own[6] = {a0, a1, a2, a3, b0, b1};
-    memcpy(all[lane], own, sizeof(own));
-    host_block::wait(host_block::warps[self / 32]);
-    for (int i = 0; i < 4; i++) {
-        const int of = row * 4, column = four * 2 + i % 2;
-        for (int k = 0; k < 16; k++) {
-            const u32 a = all[of + k % 8 / 2][k / 8 * 2 + i / 2], b = all[column * 4 + k % 8 / 2][4 + k / 8];
-            d[i] += part(a, k % 2) * part(b, k % 2);
-        }
-    }
-    host_block::wait(host_block::warps[self / 32]);
-    threadIdx.x = self;
-}
+void mma(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { mma_16816(d, {a0, a1, a2, a3, b0, b1}); }
 #include "KERNEL"
 #define RUN(NAME) extern "C" void run_##NAME( \
     int blocks, const uint4* weight, const unsigned short* scales, const uint4* x, unsigned short* first, \
