@@ -7,6 +7,7 @@ them.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -58,27 +59,18 @@ def adapted(model: PreTrainedModel, adapter: LoadedAdapter | None, layers: int |
         yield
         return
     modules = dict(model.named_modules())
-    hooks = []
-    for name, (a, b) in adapter.modules.items():
-        if name not in modules:
-            if layers == "all":
+    with contextlib.ExitStack() as hooks:
+        for name, matrices in adapter.modules.items():
+            if name in modules:
+                a, b = (torch.from_numpy(matrix.astype("float32")) for matrix in matrices)
+                hook = functools.partial(_add_product, a, b, adapter.scale_of(name))
+                hooks.enter_context(modules[name].register_forward_hook(hook))
+            elif layers == "all":
                 raise InputError(
                     f"adapter {adapter.name!r} ({adapter.where}): expected modules of the model, found {name}"
                 )
-            continue
-        first, second = (torch.from_numpy(array.astype("float32")) for array in (a, b))
+        yield
 
-        def add(
-            module: torch.nn.Module,
-            inputs: tuple[torch.Tensor, ...],
-            output: torch.Tensor,
-            a: torch.Tensor = first,
-            b: torch.Tensor = second,
-            scale: float = adapter.scale_of(name),
-        ) -> torch.Tensor:
-            return output + (inputs[0] @ a.T @ b.T) * scale
 
-        hooks.append(modules[name].register_forward_hook(add))
-    yield
-    for hook in hooks:
-        hook.remove()
+def _add_product(a: torch.Tensor, b: torch.Tensor, scale: float, _: Any, inputs: Any, output: torch.Tensor) -> Any:
+    return output + (inputs[0] @ a.T @ b.T) * scale

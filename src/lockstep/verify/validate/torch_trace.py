@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -175,22 +176,16 @@ class TorchModel:
         [num_tokens, columns]: 1 for those of the token's adapter, else 0.
         """
         chosen = torch.from_numpy(columns.astype(np.float32))
-        hooks = []
+
+        def add(a: torch.Tensor, b: torch.Tensor, module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+            return output + (inputs[0] @ a * chosen) @ b
+
         layers = dict(self.model.named_modules())
-        for name, arrays in modules.items():
-            a, b = (torch.from_numpy(array.astype(np.float32)) for array in arrays)
-
-            def add(
-                module: Any, inputs: Any, output: torch.Tensor, a: torch.Tensor = a, b: torch.Tensor = b
-            ) -> torch.Tensor:
-                return output + (inputs[0] @ a * chosen) @ b
-
-            hooks.append(layers[name].register_forward_hook(add))
-        try:
+        with contextlib.ExitStack() as hooks:
+            for name, arrays in modules.items():
+                a, b = (torch.from_numpy(array.astype(np.float32)) for array in arrays)
+                hooks.enter_context(layers[name].register_forward_hook(functools.partial(add, a, b)))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def logits(self, hidden: np.ndarray, dtype: torch.dtype = torch.float32) -> np.ndarray:
         """Return the logits [num_tokens, vocab_size] of embedded tokens [num_tokens, hidden_size], in `dtype`."""
@@ -204,7 +199,9 @@ def _hidden_replaced(model: Any, exact: Record | None, entered: dict[int, np.nda
     if exact is not None:
         hidden_states = {layer.layer: layer.hidden for layer in exact.layers}
 
-    def before(index: int, args: Sequence[Any], options: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    def before(
+        index: int, module: Any, args: Sequence[Any], options: dict[str, Any]
+    ) -> tuple[Sequence[Any], dict[str, Any]]:
         hidden_in = args[0] if args else options["hidden_states"]
         if index not in hidden_states:  # without a token mixer
             return args, options
@@ -218,17 +215,11 @@ def _hidden_replaced(model: Any, exact: Record | None, entered: dict[int, np.nda
             return (hidden, *args[1:]), options
         return args, {**options, "hidden_states": hidden}
 
-    hooks = [
-        layer.register_forward_pre_hook(
-            lambda _, args, options, index=index: before(index, args, options), with_kwargs=True
-        )
-        for index, layer in enumerate(layer_list(model)[1])
-    ]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for index, layer in enumerate(layer_list(model)[1]):
+            hook = functools.partial(before, index)
+            hooks.enter_context(layer.register_forward_pre_hook(hook, with_kwargs=True))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _record_attention(
