@@ -34,6 +34,7 @@ def open_model(target: str, results: str | os.PathLike = "results", **limits: An
 
 
 def open_tokenizer(target: str, results: str | os.PathLike = "results") -> Tokenizer:
+    """Open the tokenizer of a target, such as demo-llama/fp16. Raises InputError for a name of none."""
     tree = Results(Path(results))
     names = _parse(target, tree)
     return Tokenizer.open(tree.assembly(names.model, names.precision))

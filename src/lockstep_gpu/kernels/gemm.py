@@ -38,9 +38,9 @@ MAX_TIMED_ROWS = 256  # up to which all algorithms are timed; beyond, the first 
 _NUM_CANDIDATES = 6
 _MARGIN = 1.03  # of algorithms within this factor of the fastest, take the one that cuBLAS offers first
 _MAX_TRIAL_OUTPUTS = 1 << 27  # a GEMM with more, such as lm_head's, has no more than some rows in a pass
-# Algorithms that cuBLAS offers for GEMMs of so many columns also run with more, though it doesn't offer them there.
+# Algorithms that cuBLAS offers for GEMMs of this many columns also run with more, though it doesn't offer them there.
 _OFFERED_IN_FEATURES = (4096, 8192)
-_MAX_NARROW_OUTPUTS = OUTPUTS  # up to so many the kernel alone is used: cuBLAS has few algorithms for one output
+_MAX_NARROW_OUTPUTS = OUTPUTS  # up to this many the kernel alone is used: cuBLAS has few algorithms for one output
 _L2_NBYTES = 128 << 20  # more than any GPU's L2 cache
 _MAX_WEIGHTS = 4  # of a trial
 ALIGNED = 8  # columns in 16 bytes
@@ -99,7 +99,7 @@ class Gemm:
 
 
 def padded(values: Sequence[T], filler: T) -> list[T]:
-    """Return MAX_OUTPUTS values: kernels take so many outputs, and do not use the last ones."""
+    """Return MAX_OUTPUTS values: kernels take that many outputs, and ignore the last ones."""
     return [*values, *[filler] * (MAX_OUTPUTS - len(values))]
 
 
@@ -321,7 +321,7 @@ def _drop_other_bits(
             return
         for algorithm, count in untried:
             tried.add((algorithm, count))
-            with contextlib.suppress(CheckError):  # it does not run for so many rows, but for fewer
+            with contextlib.suppress(CheckError):  # it does not run for this many rows, but for fewer
                 call(count, [algorithm])
                 if not all(np.array_equal(block, expected[: len(block)]) for block in trial.blocks(count)):
                     for candidates in algorithms.values():
