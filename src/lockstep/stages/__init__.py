@@ -29,7 +29,7 @@ def _in_order() -> dict[str, Stage]:
             for pattern in filter(None, (branch.then, branch.otherwise)):
                 for maker in makers(pattern):
                     add(maker.name)
-        ordered[name] = stages[name]
+        ordered[name] = stages[name]  # a stage that several read keeps its first place
 
     for name in stages:
         add(name)

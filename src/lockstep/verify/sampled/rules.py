@@ -8,7 +8,7 @@ it.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -18,11 +18,6 @@ from lockstep.verify.sampled.noise import exponential_noise
 # Relative to the largest number of a comparison: products, sums and logarithms in float32 are off by a few times
 # 6e-8 each.
 ROUNDING = 2e-6
-# Fields of a body that are fields of `Rules`, unchanged.
-_PLAIN = (
-    *("temperature", "top_k", "top_p", "min_p", "min_tokens", "seed"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-)
 
 
 @dataclass(frozen=True)
@@ -47,7 +42,7 @@ class Rules:
     @classmethod
     def from_body(cls, body: Mapping[str, Any], eos_token_ids: Collection[int]) -> Rules:
         """Read the body of a completion, or of a chat."""
-        plain = {name: body[name] for name in _PLAIN if name in body}
+        plain = {item.name: body[item.name] for item in fields(cls) if item.name in body}
         bias = {int(token): float(value) for token, value in body.get("logit_bias", {}).items()}
         ends = frozenset(body.get("stop_token_ids", ()))
         if not body.get("ignore_eos"):
