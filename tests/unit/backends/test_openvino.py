@@ -327,7 +327,10 @@ def test_a_product_that_is_scaled_keeps_its_weight_compressed(tmp_path, combine,
     opset = openvino.opset13
     x = opset.parameter([-1, 32], np.float32)
     full = opset.parameter([40, 32], np.float32)
-    scaled = getattr(opset, combine)(opset.matmul(x, full, False, True), np.float32(factors))
+    operands = [opset.matmul(x, full, False, True), opset.constant(np.float32(factors))]
+    if combine == "multiply":
+        operands.reverse()
+    scaled = getattr(opset, combine)(*operands)
     for value, name in ((x, "x"), (full, "full"), (scaled, "y")):
         value.output(0).set_names({name})
     model = openvino.Model([scaled], [x, full])

@@ -66,13 +66,14 @@ def _with_output_factor(scales: Any, weight: Any) -> Any:
     scaling = _only_reader(product)
     if scaling is None or scaling.get_type_name() not in ("Multiply", "Divide"):
         return scales
-    place = [scaling.input_value(index).get_node() for index in (0, 1)].index(product)
-    constant = scaling.input_value(1 - place).get_node()
-    is_constant = constant.get_type_name() == "Constant"
-    if not is_constant or (place and scaling.get_type_name() == "Divide"):
+    operands = {node.get_type_name(): node for node in (value.get_node() for value in scaling.input_values())}
+    constant = operands.get("Constant")
+    is_divisor = scaling.input_value(1).get_node().get_type_name() == "Constant"
+    if constant is None or (scaling.get_type_name() == "Divide" and not is_divisor):
         return scales
     factors = constant.data.reshape(-1)  # one, or one for each output
-    if len(factors) != 1 and constant.data.shape[-1:] != (scales.shape[0],):
+    num_outputs = scales.shape[0]
+    if constant.data.shape not in ((), (1,), (1, 1), (num_outputs,), (1, num_outputs)):
         return scales
     replace(scaling.output(0), product.output(0))
     combine = {"Multiply": _opset.multiply, "Divide": _opset.divide}[scaling.get_type_name()]
