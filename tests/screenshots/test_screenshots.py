@@ -118,7 +118,7 @@ def test_the_report(results: Results, browser: Browser, name: str, width: int, h
     target = Target("demo-llama", "bf16", "all", "openvino")
     path, texts = {
         "target": (results.target_page(target), ("demo-llama/bf16/all/openvino: fail", "a failure", "Error by layer"))
-    }.get(name, (results.report_page(), ("4 of 6 targets that can run here pass", "1.31.1", "Bad unless it is meant")))
+    }.get(name, (results.report_page(), ("4 of 6 targets that can run here pass", "1.31.1", "Bad unless intended")))
     browser.renew()
     browser.emulate(width, height, dark)
     browser.open(path.as_uri())

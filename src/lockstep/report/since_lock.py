@@ -18,9 +18,9 @@ _BUILT = "built"
 # {first part of a place in the lock: (colour, change, whether it is bad)}, the worst first.
 _MEANING = {
     _LOCK: (FAIL, "The lock cannot be read", "Nothing has been compared with it."),
-    "checkpoint": (FAIL, "The checkpoint has changed", "Bad unless it is meant: these are other weights or settings."),
-    "reference": (FAIL, "The reference has changed", "Bad unless it is meant: transformers itself gives other tokens."),
-    "golden": (FAIL, "The tokens have changed", "Bad unless it is meant: the engines give other tokens than locked."),
+    "checkpoint": (FAIL, "The checkpoint has changed", "Bad unless intended: these are other weights or settings."),
+    "reference": (FAIL, "The reference has changed", "Bad unless intended: transformers itself gives other tokens."),
+    "golden": (FAIL, "The tokens have changed", "Bad unless intended: the engines give other tokens than locked."),
     PARAMETERS: (NOT_RUN, "The settings of checks have changed", "A pass means something else now: compare them."),
     _BUILT: (
         NOT_RUN,

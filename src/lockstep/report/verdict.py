@@ -58,7 +58,7 @@ def advice(summary: Summary) -> list[str]:
     """
     lines = []
     if any(is_quantized(row.precision) and row.verdict == PASS for row in summary.targets):
-        lines.append("Pass: engines compute what their weights say; what quantizing these costs is the column quality.")
+        lines.append("Pass: engines compute what their weights say. The column quality shows what quantizing costs.")
     for model in dict.fromkeys(row.model for row in summary.targets):
         rows = [row for row in summary.targets if row.model == model]
         rows = [row for row in rows if row.layers == "all"] or rows
@@ -73,7 +73,7 @@ def advice(summary: Summary) -> list[str]:
             times = _speed(fastest) / _speed(best)
             lines.append(f"Faster, not taken: {fastest.target}, {times:.2f} times, {_why_not_taken(fastest)}")
         elif len(rows) > 1:
-            lines.append("Faster: none of those that were measured")
+            lines.append("Faster: no other target that was measured")
     return lines
 
 

@@ -173,7 +173,7 @@ def test_the_fastest_target_whose_quality_passes_is_to_be_served(tmp_path: Path)
     assert "compute what their weights say" in meaning and serve.endswith("m/w8a16/all/onnxruntime")
     assert "1.33 times, whose perplexity is +51.5 % (at most +1 %)".replace(" %", "%") in faster
     candidates[1] = replace(candidates[1], decode_tokens_per_s=500.0)
-    assert advice(Summary(tuple(candidates), {}))[-1] == "Faster: none of those that were measured"
+    assert advice(Summary(tuple(candidates), {}))[-1] == "Faster: no other target that was measured"
     candidates[1] = replace(candidates[1], verdict="fail")
     assert advice(Summary(tuple(candidates), {}))[-1].endswith("m/fp32/all/onnxruntime, 3.33 times, which fails")
     assert advice(Summary(tuple(replace(row, verdict="fail") for row in candidates), {})) == []
@@ -338,7 +338,7 @@ def test_a_change_since_the_lock_is_said_to_be_bad_or_not_the_worst_first(result
     page = Parsed(pages(results, since_lock={"m": changes})["index.html"]).text
     section = page.partition("What changed since the lock of m")[2]
     places = [section.index(words) for words in (
-        "The tokens have changed (2). Bad unless it is meant",
+        "The tokens have changed (2). Bad unless intended",
         "Weights, graphs or engines have changed (1). Not bad where all checks pass",
         "There are new results (1). Not bad",
     )]  # fmt: skip
