@@ -70,4 +70,5 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 if __name__ == "__main__":
     Handler.engine = Engine(sys.argv[1])
+    http.server.ThreadingHTTPServer.request_queue_size = 128  # 65 connect at once
     http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[2])), Handler).serve_forever()

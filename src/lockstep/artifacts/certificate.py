@@ -99,7 +99,7 @@ class Certificate(Document):
         if self.verdict == DIFFERS:
             words = f"differs: {self.best}"
         elif not_excluded:
-            words += f", {', '.join(not_excluded)} not excluded"
+            words += f", not excluded: {', '.join(not_excluded)}"
         return f"{self.url} {self.model}: {words} ({self.requests} requests, {self.evidence}; at once: {self.holds})"
 
     def check(self) -> None:

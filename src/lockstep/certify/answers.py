@@ -18,7 +18,9 @@ from lockstep.artifacts.files import sha256_file
 from lockstep.certify.client import Reply, Token, token_id
 from lockstep.certify.likelihood import (
     LIMIT,
+    OTHER,
     PUBLISHED,
+    SOME,
     STRANGE,
     UNKNOWN,
     Answers,
@@ -108,7 +110,11 @@ class Answered:
 
     @property
     def best(self) -> str:
-        return max(self.likelihoods, key=lambda name: self.likelihoods[name])
+        """The likeliest hypothesis. What any error fits gives way to the next one, unless that is excluded."""
+        likeliest, second = sorted(self.likelihoods, key=lambda name: -self.likelihoods[name])[:2]
+        if likeliest in (OTHER, SOME) and second != PUBLISHED and second not in self.excluded(likeliest):
+            return second
+        return likeliest
 
 
 def beginnings(questions: Sequence[Question], number: int, count: int) -> list[int]:

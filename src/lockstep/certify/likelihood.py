@@ -33,8 +33,7 @@ import numpy as np
 from lockstep.artifacts.certificate import AS_PUBLISHED, EVERY
 
 PUBLISHED = AS_PUBLISHED
-FALSE_ALARMS = 1e-3
-LIMIT = -math.log(FALSE_ALARMS / 20)
+LIMIT = math.log(20_000)  # of the evidence, in nats
 UNKNOWN = -1  # the token chosen: its text is not told
 STRANGE = -2  # the token chosen: none that any hypothesis expects
 OTHER = "another revision or model"
@@ -42,14 +41,14 @@ SOME = "a fault of some answers"
 SAMPLER = "tokens drawn, not greedy"
 PENALTY = "a repetition penalty"
 _NU = 4.0
-_SHARE = 0.25  # of a further log-probability of a question, in independent ones
+_SHARE = 0.25  # a further log-probability of the same question tells as much as a quarter of an independent one
 # Of the probability of a token: what no hypothesis expects happens; less so by the endpoint's own log-probabilities.
 _FLOOR = 1e-4
 _OWN_FLOOR = 1e-6
 _TIE = 2e-3  # log-probabilities that close may come in any order
 _ROUNDING = 1e-4  # of log-probabilities in JSON
 _LOGISTIC = 0.8
-_SIZES = 5  # steps in which the rms of errors is found
+_SIZES = 5  # fixed-point iterations for the rms of errors
 _DRAWS = 100  # of a stated power
 _BATCH = 25  # draws at once
 # Of a precision's noise in transformers: engines round elsewhere, in fp32 in sums of other order.
@@ -166,13 +165,13 @@ def rms_difference(logprobs: np.ndarray, published: np.ndarray) -> np.ndarray:
     return size
 
 
-def members(tables: Tables, precisions: Sequence[str] = ("fp32", "fp16", "bf16")) -> list[Member]:
-    """Return the members of all hypotheses, those of "as published" first. precisions: it may be served in."""
+def members(tables: Tables) -> list[Member]:
+    """Return the members of all hypotheses, those of "as published" first: in fp32, fp16 and bf16."""
     published = tables.values[PUBLISHED]
     noise = {**tables.noise, "fp32": tables.noise["fp16"]}
     usual = []
-    for precision in precisions:
-        usual += [Member(PUBLISHED, published, factor * noise[precision]) for factor in _KERNELS[precision]]
+    for precision, factors in _KERNELS.items():
+        usual += [Member(PUBLISHED, published, factor * noise[precision]) for factor in factors]
     all_members = []
     for member in usual:
         all_members += [replace(member, noise=between * member.noise) for between in _BETWEEN]
@@ -313,17 +312,23 @@ def simulated(member: Member, listed: int, random: np.random.Generator) -> Answe
     return Answers(np.where(is_faulty[:, None], faulty.values, values), np.where(is_faulty, faulty.chosen, chosen))
 
 
-def alarms(members: Sequence[Member], likelihoods: np.ndarray, requests: int, draws: int, seed: int = 0) -> np.ndarray:
+def alarms(members: Sequence[Member], likelihoods: np.ndarray, requests: int, draws: int) -> np.ndarray:
     """Return after how many requests each of `draws` resamplings of answers is an alarm; 0: never.
 
     likelihoods: of `log_likelihoods`, [members, answers]. Each resampling draws `requests` answers, with replacement.
     """
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
+    num_answers = likelihoods.shape[1]
+    looks = requests // EVERY
     first = []
     for begin in range(0, draws, _BATCH):
-        size = (min(_BATCH, draws - begin), requests // EVERY, EVERY)
-        drawn = likelihoods[:, random.integers(likelihoods.shape[1], size=size)]
-        evidence = log_evidence(by_hypothesis(members, drawn.sum(axis=3).cumsum(axis=2)))
+        size = min(_BATCH, draws - begin)
+        counts = np.zeros((size * looks, num_answers))  # of each answer between two looks
+        np.add.at(
+            counts, (np.arange(size * looks)[:, None], random.integers(num_answers, size=(size * looks, EVERY))), 1
+        )
+        sums = (likelihoods @ counts.T).reshape(-1, size, looks).cumsum(axis=2)
+        evidence = log_evidence(by_hypothesis(members, sums))
         above = evidence >= LIMIT
         first.append(np.where(above.any(axis=1), EVERY * (above.argmax(axis=1) + 1), 0))
     return np.concatenate(first)

@@ -18,7 +18,7 @@ from lockstep.artifacts.certificate import AS_PUBLISHED, CHAT, DIFFERS, UNDECIDE
 from lockstep.artifacts.files import sha256_file
 from lockstep.certify.answers import Answered, beginnings, read_tables
 from lockstep.certify.client import Endpoint, Form, FormRefused, NotServed, Reply, Spent, TooLong
-from lockstep.certify.likelihood import LIMIT, PUBLISHED, Tables, members, power
+from lockstep.certify.likelihood import LIMIT, OTHER, PUBLISHED, SOME, Tables, members, power
 from lockstep.errors import InputError
 from lockstep.progress import steps
 
@@ -104,7 +104,8 @@ class _Session:
 
     def _is_decided(self, answered: Answered) -> bool:
         if answered.evidence >= LIMIT:
-            return answered.likelihoods.keys() - {answered.best} <= answered.excluded(answered.best)
+            others = answered.likelihoods.keys() - {answered.best, OTHER, SOME}
+            return others <= answered.excluded(answered.best)
         return bool(self.telling) and self.telling <= answered.excluded()
 
     def compute_power(self, answered: Answered, total: int) -> None:

@@ -2,14 +2,14 @@
 
 In: a checkpoint, and golden's reference of it. Out: questions, prompts of golden's kind that a token shall follow, and
 the log-probabilities of candidates for it under each hypothesis. Questions are golden's prompts and answers, and
-answers drawn from the model, cut mostly where it is undecided, which tells most; long texts of these; and chats, where
-the tokenizer has a template.
+answers drawn from the model, cut mostly where it is undecided, which tells most; long texts of these, also cut where a
+repetition penalty changes the answer; and chats, where the tokenizer has a template.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,15 +43,16 @@ _TEMPERATURES = (1.0, 2.0)  # that an answer to each prompt is drawn at
 _DRAWN_TOKENS = 48
 _UNDECIDED = 0.75  # of the questions
 _NUM_LONG = 32
-_LEAST_LONG = 64
+_NUM_REPEATING = 32  # long ones of which a repetition penalty changes the answer: of short ones 1 in 100
+_NUM_LONG_TEXTS = 16
+_LEAST_LONG = 64  # tokens
 _LONG_TOKENS = 256
 _LENGTHS = (32, 64, 128)  # tokens of a truncated context
 _NUM_CHATS = 32
 _FEWEST = 4  # tokens of a question
 _GROUP_SIZES = (32, 16)
-_LEVELS = 127.0
+_LEVELS = np.float32(127)
 _REPETITION_PENALTY = 1.1  # as generation_config.json of many models has it
-_BASES = (10_000.0, 500_000.0)  # of RoPE
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,15 @@ class _Cut:
         return self.sequence[: self.count]
 
 
+@dataclass(frozen=True)
+class _Place:
+    """The first `count` ids of a sequence. repeats: whether a repetition penalty changes the next token."""
+
+    sequence: tuple[int, ...]
+    count: int
+    repeats: bool
+
+
 def make_hypotheses(checkpoint_json: Path, reference_json: Path, out: Path, completions: int = 240) -> Path:
     """Write the hypotheses on an endpoint of a checkpoint to `out`; return it.
 
@@ -81,7 +91,7 @@ def make_hypotheses(checkpoint_json: Path, reference_json: Path, out: Path, comp
     cuts = _cuts(model, tokenizer, reference, completions)
     if not cuts:
         raise InputError(f"{reference_json}: expected prompts whose text leads to their tokens, found none")
-    logits = {name: compute() for name, compute in _hypotheses(model, tokenizer, cuts)}
+    logits = dict(_hypotheses(model, tokenizer, cuts))
     published = logits[PUBLISHED]
     candidates = [_candidates(rows) for rows in zip(*logits.values())]
     logits[PENALTY] = np.stack([penalised(row, cut.ids, _REPETITION_PENALTY) for row, cut in zip(published, cuts)])
@@ -119,46 +129,53 @@ def _cuts(
     mixed_places = [places[number] for number in torch.randperm(len(places), generator=generator).tolist()]
     completions = [*dict.fromkeys(undecided + _readable(tokenizer, mixed_places, 2 * count))][:count]
     completions = [completions[number] for number in torch.randperm(len(completions), generator=generator).tolist()]
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _LONG_TOKENS
-    text = "\n".join(_text(tokenizer, sequence) for sequence in sequences)
-    long = tuple(tokenizer(text)["input_ids"][: min(_LONG_TOKENS, limit // 4)])
-    longs = _readable(tokenizer, _undecided_first(model, [long], _LEAST_LONG), _NUM_LONG)
+    long_places = _undecided_first(model, _long_texts(model, tokenizer, sequences), _LEAST_LONG)
+    repeating = [place for place in long_places if place.repeats]
+    longs = _readable(tokenizer, repeating, _NUM_REPEATING) + _readable(tokenizer, long_places, _NUM_LONG)
     chats = []
     if tokenizer.chat_template:
         chats = [_chat(tokenizer, cut.text) for cut in completions[:_NUM_CHATS]]
-    mixed = []
-    for number, cut in enumerate(completions):
-        mixed += [*longs[number : number + 1], cut, *chats[number : number + 1]]
-    return mixed
+    # All long texts and chats stand among the first, for an endpoint is not always asked all questions.
+    mixed = itertools.chain.from_iterable(itertools.zip_longest(dict.fromkeys(longs), completions, chats))
+    return [cut for cut in mixed if cut is not None]
+
+
+def _long_texts(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sequences: Sequence[tuple[int, ...]]
+) -> list[tuple[int, ...]]:
+    """Return the ids of texts of all sequences, each with another one first."""
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 4 * _LONG_TOKENS
+    texts = [_text(tokenizer, sequence) for sequence in sequences]
+    long_texts = []
+    for first in range(min(len(texts), _NUM_LONG_TEXTS)):
+        ids = tokenizer("\n".join(texts[first:] + texts[:first]))["input_ids"]
+        long_texts.append(tuple(ids[: min(_LONG_TOKENS, context // 4)]))
+    return long_texts
 
 
 def _undecided_first(
     model: PreTrainedModel, sequences: Sequence[tuple[int, ...]], shortest: int = _FEWEST
-) -> list[tuple[tuple[int, ...], int]]:
-    """Return the beginnings of sequences, (sequence, number of tokens), those first whose next token is least certain.
-
-    Where a repetition penalty changes it, it counts as half as certain. shortest: tokens of a beginning.
-    """
+) -> list[_Place]:
+    """Return the places in sequences after at least `shortest` tokens, the one with the least certain token first."""
     certainty = {}
     for sequence in steps(sequences, "hypotheses: questions", "texts"):
         logits, _ = logits_after(model, sequence, range(shortest, len(sequence) + 1))
         for count, row in logits.items():
             probabilities = np.exp(row.astype(np.float64) - row.max())
-            is_changed = penalised(row, sequence[:count], _REPETITION_PENALTY).argmax() != row.argmax()
-            sum_of_squares = np.square(probabilities / probabilities.sum()).sum()
-            certainty[sequence, count] = float(sum_of_squares) / (1 + is_changed)
+            repeats = penalised(row, sequence[:count], _REPETITION_PENALTY).argmax() != row.argmax()
+            place = _Place(sequence, count, bool(repeats))
+            certainty[place] = float(np.square(probabilities / probabilities.sum()).sum())
     return sorted(certainty, key=lambda place: certainty[place])
 
 
-def _readable(
-    tokenizer: PreTrainedTokenizerBase, places: Sequence[tuple[tuple[int, ...], int]], limit: int
-) -> list[_Cut]:
-    """Return the first `limit` places, sequences and counts of tokens, whose text leads to their tokens."""
+def _readable(tokenizer: PreTrainedTokenizerBase, places: Sequence[_Place], limit: int) -> list[_Cut]:
+    """Return questions at the first `limit` places whose text leads to their tokens."""
     cuts: list[_Cut] = []
-    for sequence, count in places:
-        text = _text(tokenizer, sequence[:count])
-        if len(cuts) < limit and tuple(tokenizer(text)["input_ids"]) == sequence[:count]:
-            cuts.append(_Cut(COMPLETION, text, sequence, count))
+    for place in places:
+        ids = place.sequence[: place.count]
+        text = _text(tokenizer, ids)
+        if len(cuts) < limit and tuple(tokenizer(text)["input_ids"]) == ids:
+            cuts.append(_Cut(COMPLETION, text, place.sequence, place.count))
     return cuts
 
 
@@ -189,44 +206,39 @@ def _drawn(model: PreTrainedModel, ids: Sequence[int], temperature: float, gener
 
 def _hypotheses(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cuts: Sequence[_Cut]
-) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
-    """Yield {name: what computes the logits [questions, vocab_size]}; the model is as published between two."""
-
-    def plain() -> np.ndarray:
-        return _logits(model, cuts)
-
-    def within(*contexts: contextlib.AbstractContextManager[Any]) -> Callable[[], np.ndarray]:
-        def compute() -> np.ndarray:
-            with contextlib.ExitStack() as stack:
-                for context in contexts:
-                    stack.enter_context(context)
-                return plain()
-
-        return compute
-
-    yield PUBLISHED, plain
-    yield "fp16", within(Rounded(torch.float16))
-    yield "bf16", within(Rounded(torch.bfloat16))
-    yield "int8", within(_weights(model, lambda weight, is_head: _integers(weight, 8)))
-    yield "int8 / rows", within(_weights(model, lambda weight, is_head: _rows_of_int8(weight)))
-    yield "int4", within(_weights(model, lambda weight, is_head: _integers(weight, 8 if is_head else 4)))
-    yield "fp8", within(_weights(model, _e4m3, rounds_activations=True))
-    yield "fp8 / weights", within(_weights(model, _e4m3))
-    yield "fp8 / KV cache", within(_kv_cache(model))
-    yield "wrong RoPE scaling", within(_rope(model, lambda frequencies, base: frequencies / 2))
-    for base in _BASES:
-        yield (
-            f"wrong RoPE scaling / base {base:,.0f}",
-            within(_rope(model, lambda frequencies, exponents: base**-exponents)),
-        )
-    changed_cuts = {}
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the name of each hypothesis and its logits, [questions, vocab_size]; "as published" is the first."""
+    published = _logits(model, cuts)
+    yield PUBLISHED, published
+    changes: dict[str, contextlib.AbstractContextManager[Any]] = {
+        "fp16": Rounded(torch.float16),
+        "bf16": Rounded(torch.bfloat16),
+        "int8": _weights(model, lambda weight, is_head: _integers(weight, 8)),
+        "int8 / rows": _weights(model, lambda weight, is_head: _symmetric_int8(weight, weight.shape[-1])),
+        "int8 / groups": _weights(model, lambda weight, is_head: _symmetric_int8(weight, _group_size(weight))),
+        "int4": _weights(model, lambda weight, is_head: _integers(weight, 8 if is_head else 4)),
+        "fp8": _weights(model, _e4m3, rounds_activations=True),
+        "fp8 / weights": _weights(model, _e4m3),
+        "fp8 / KV cache": _kv_cache(model),
+        "wrong RoPE scaling": _rope(model, lambda frequencies, exponents: frequencies / 2),
+        "wrong RoPE scaling / base 10,000": _rope(model, lambda frequencies, exponents: 10_000.0**-exponents),
+        "wrong RoPE scaling / base 500,000": _rope(model, lambda frequencies, exponents: 500_000.0**-exponents),
+    }
+    for name, change in changes.items():
+        with change:
+            logits = _logits(model, cuts)
+        yield name, logits
+    rewritten_cuts = {}
     for length in _LENGTHS:
-        changed_cuts[f"truncated context / {length} tokens"] = [_cut_to(cut, length) for cut in cuts]
+        rewritten_cuts[f"truncated context / {length} tokens"] = [_cut_to(cut, length) for cut in cuts]
     for name in ("none", "with a system message", "without its end"):
-        changed_cuts[f"another template / {name}"] = [_with_template(tokenizer, cut, name) for cut in cuts]
-    for name, rewritten in changed_cuts.items():
-        if rewritten != list(cuts):
-            yield name, functools.partial(_logits, model, rewritten)
+        rewritten_cuts[f"another template / {name}"] = [_with_template(tokenizer, cut, name) for cut in cuts]
+    for name, rewritten in rewritten_cuts.items():
+        changed = [number for number, cut in enumerate(cuts) if rewritten[number] != cut]
+        if changed:
+            logits = published.copy()
+            logits[changed] = _logits(model, [rewritten[number] for number in changed])
+            yield name, logits
 
 
 def _cut_to(cut: _Cut, length: int) -> _Cut:
@@ -284,16 +296,22 @@ def _weights(
 
 
 def _integers(weight: np.ndarray, bits: int) -> np.ndarray:
-    size = next((size for size in _GROUP_SIZES if weight.shape[-1] % size == 0), weight.shape[-1])
-    rows = np.ascontiguousarray(weight).reshape(-1, size)
+    """Round as our weights of 8 and 4 bits, and llama.cpp's Q4_0."""
+    rows = np.ascontiguousarray(weight).reshape(-1, _group_size(weight))
     scales = groups.scales_of(rows, bits)
     integers = groups.integers_of(rows, scales, bits).astype(np.float32) - np.float32(1 << bits - 1)
     return (integers * scales[:, None]).reshape(weight.shape)
 
 
-def _rows_of_int8(weight: np.ndarray) -> np.ndarray:
-    steps = np.abs(weight).max(axis=1, keepdims=True) / _LEVELS
-    return np.rint(weight / np.where(steps > 0, steps, 1)) * steps
+def _symmetric_int8(weight: np.ndarray, size: int) -> np.ndarray:
+    """Round to -127 to 127 steps in groups of `size`: rows as W8A8 engines, 32 numbers as llama.cpp's Q8_0."""
+    rows = np.ascontiguousarray(weight).reshape(-1, size)
+    steps = np.abs(rows).max(axis=1, keepdims=True) / _LEVELS
+    return (np.rint(rows / np.where(steps > 0, steps, 1)) * steps).reshape(weight.shape)
+
+
+def _group_size(weight: np.ndarray) -> int:
+    return next((size for size in _GROUP_SIZES if weight.shape[-1] % size == 0), weight.shape[-1])
 
 
 def _e4m3(weight: np.ndarray, is_head: bool) -> np.ndarray:

@@ -20,7 +20,7 @@ from lockstep.artifacts.statement import statement_path
 from lockstep.artifacts.summary import Summary, SummaryRow
 from lockstep.manifests.manifest_files import failed_path
 from lockstep.report.about import about
-from lockstep.report.charts import Point, bars, curves
+from lockstep.report.charts import Point, curves
 from lockstep.report.checks import CHECKS, COLUMNS, Column, number
 from lockstep.report.details import Details
 from lockstep.report.jobs import JobState
@@ -33,6 +33,7 @@ from lockstep.targets import Results, Target
 if TYPE_CHECKING:
     from jinja2 import Environment
 
+_CURVES = 7  # the likeliest hypothesis, which is not drawn, and six: colours are eight
 # HTML forbids control characters, which prompts and answers may hold: Unicode's pictures of them are shown.
 _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {127: 0x2421}
 
@@ -104,15 +105,12 @@ def target(results: Results, name: Target, row: SummaryRow, details: Details, jo
 def certificate(page: Path, document: Certificate) -> bytes:
     """Return the page of a certificate, to be written to `page`."""
     series = {}
-    for name, log_likelihoods in document.trace.items():
+    for name in sorted(document.trace, key=lambda name: -document.trace[name][-1])[:_CURVES]:
         # They are relative to the likeliest, so at most 0; the chart's scale is logarithmic.
-        series[name] = [Point(EVERY * look, -value) for look, value in enumerate(log_likelihoods, start=1)]
-    charts = [
-        curves("how much less likely than the likeliest (nats)", "answers", series),
-        bars("power in %", {name: 100 * chance for name, chance in document.power.items()}),
-    ]
+        series[name] = [Point(EVERY * look, -value) for look, value in enumerate(document.trace[name], start=1)]
+    chart = curves("Nats below the likeliest", "answers", series, legend_at_bottom_columns=1, height=320)
     title = f"{document.model}: {document.verdict}"
-    return _render("certificate.html", page, title=title, certificate=document, charts=charts, files=[])
+    return _render("certificate.html", page, title=title, certificate=document, charts=[chart], files=[])
 
 
 def _render(template: str, page: Path, **values: Any) -> bytes:
