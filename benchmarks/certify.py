@@ -96,6 +96,7 @@ def measure(
 ) -> dict[str, Any]:
     """Return how many of `draws` resamplings of a recording are alarms, by log-probabilities of each answer."""
     counts = {}
+    upper = None
     median_requests = None
     for listed in LISTED:
         answers = as_answers(questions, [keep_likeliest(token, listed) for token in recording.tokens], tables)
@@ -104,13 +105,15 @@ def measure(
         counts[str(listed)] = len(requests)
         if listed == LISTED[0] and requests:
             median_requests = statistics.median(requests)
+    if not recording.fault:
+        upper = upper_bound(max(counts.values()), draws)
     return {
         "endpoint": recording.endpoint,
         "fault": recording.fault,
         "requests": recording.requests,
         "draws": draws,
         "alarms": counts,
-        "upper": upper_bound(max(counts.values()), draws),
+        "upper": upper,
         "median_requests": median_requests,
     }
 
