@@ -27,9 +27,9 @@ _VERSIONS = ("snakemake", "torch", "transformers", "onnx", "onnxruntime", "openv
 _TENSORRT = ("tensorrt", "tensorrt-cu12", "tensorrt-cu13", "tensorrt-cu12-bindings", "tensorrt-cu13-bindings")
 _GB = 1e9
 # Memory of a model's largest job, `validate`, as measured (records/clusters.md; a test compares them): for any model,
-# and for each byte of its weights in 16 bits. The rules ask a cluster for two fifths more.
+# and for each byte of its weights in 16 bits. The rules ask a cluster for more.
 JOB_NBYTES = 0.65e9
-JOB_PER_BYTE = 5.7
+JOB_PER_BYTE = 4.5
 # Bytes of a parameter in the checkpoint that a job makes; a folder is read where it lies.
 _COPY_NBYTES = {"gguf": 4.0, "hub": 2.0, "random": 2.0}
 
