@@ -55,6 +55,8 @@ INSIDE = {
     "onnx_tools.judge": "how far logits are apart",
     # `certify`: answers are drawn again, and endpoints imitated, without a server.
     "artifacts.certificate": "the questions",
+    "artifacts.places": "hypotheses as a file entry",
+    "certify.run": "a whole certification, of peers",
     "certify.client": "what an endpoint answers",
     "certify.likelihood": "whether answers are an alarm",
     "certify.answers": "the same",
