@@ -29,7 +29,7 @@ INSIDE = {
     # `grammars`
     "runtime.grammar": "compiling a schema while steps run",
     "runtime.grammar.compiler": "the same",
-    # `decode` and `tiny`: exports of shapes and of tiny models, which are no checkpoints.
+    # `tiny`: exports of shapes and of tiny models, which are no checkpoints.
     "config.packing": "which checkpoints are packed",
     "artifacts.document": "what a document is refused with",
     "export.language": "the config of a model of its settings",
