@@ -13,7 +13,7 @@ from lockstep.errors import CheckError
 
 COMPLETION = "completion"
 CHAT = "chat"
-EVERY = 8  # answers between two looks at the evidence, at least
+LOOK_INTERVAL = 8  # answers between two looks at the evidence, at least
 AS_PUBLISHED = "as published"  # a verdict, and a hypothesis
 DIFFERS = "differs"
 UNDECIDED = "undecided"
@@ -55,10 +55,11 @@ class Certificate(Document):
     """The verdict on an endpoint, and its grounds.
 
     verdict: AS_PUBLISHED, DIFFERS or UNDECIDED. best: the likeliest hypothesis. log_likelihoods: natural
-    logarithms, relative to the likeliest; trace: these after each `EVERY` answers. excluded: hypotheses that are at
-    most 1/20,000 as likely as the best. log_evidence: against "as published", the largest at any look. power:
-    {hypothesis: the stated chance that as many requests tell it from the published model}. company: {requests at once:
-    [answers, equal log-probabilities, equal tokens]}. answers: the number of each question, and the answer.
+    logarithms, relative to the likeliest; trace: these after each `LOOK_INTERVAL` answers. excluded: hypotheses that
+    are far less likely than the best (`certify.answers`). log_evidence: against "as published", the largest at any
+    look. power: {hypothesis: the stated chance that as many requests tell it from the published model}. company:
+    {requests at once: [answers, equal log-probabilities, equal tokens]}. answers: the number of each question, and the
+    answer.
     """
 
     FORMAT: ClassVar[str] = formats.CERTIFICATE

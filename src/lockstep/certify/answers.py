@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.artifacts.certificate import COMPLETION, EVERY, Hypotheses, Question
+from lockstep.artifacts.certificate import COMPLETION, LOOK_INTERVAL, Hypotheses, Question
 from lockstep.artifacts.dtypes import numpy_dtype
 from lockstep.artifacts.files import sha256_file
 from lockstep.certify.client import Reply, Token, token_id
 from lockstep.certify.likelihood import (
+    EXCLUDED,
     LIMIT,
     OTHER,
     PUBLISHED,
@@ -74,7 +75,7 @@ class Answered:
             if other not in self._valued:
                 self._valued.add(other)
                 self._new.append((other, reply.prompt[len(self.questions[other].prompt_ids)], False, True))
-        if len(self._new) >= EVERY:
+        if len(self._new) >= LOOK_INTERVAL:
             self.weigh()
 
     @property
@@ -105,8 +106,9 @@ class Answered:
         return {name: value - largest for name, value in self.likelihoods.items()}
 
     def excluded(self, than: str = PUBLISHED) -> set[str]:
-        """Return the hypotheses that are at most 1/20,000 as likely as another one."""
-        return {name for name, value in self.likelihoods.items() if self.likelihoods[than] - value >= LIMIT}
+        """Return the hypotheses that another one excludes: a fault needs more than "as published" does."""
+        limit = EXCLUDED if than == PUBLISHED else LIMIT
+        return {name for name, value in self.likelihoods.items() if self.likelihoods[than] - value >= limit}
 
     @property
     def best(self) -> str:

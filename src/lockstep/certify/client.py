@@ -25,7 +25,7 @@ _LONGEST_WAIT = 30.0
 _BUSY = (429, 502, 503, 504)
 _REFUSED = (400, 422, 500, 501)
 _LARGEST = 1 << 24  # bytes of an answer
-_LISTED = (20, 5, 1, 0)
+_LISTED_COUNTS = (20, 5, 1, 0)
 _TOKEN_ID = "token_id:"
 
 
@@ -45,7 +45,7 @@ class Spent(LockstepError):
 class Form:
     """What a request asks for: how many log-probabilities, whether those of the prompt too, and ids for texts."""
 
-    listed: int = _LISTED[0]
+    listed: int = _LISTED_COUNTS[0]
     echoes: bool = True
     names_ids: bool = True
 
@@ -56,7 +56,7 @@ class Form:
         if self.echoes and "echo" in words:
             return replace(self, echoes=False)
         if self.listed and "logprob" in words:
-            return replace(self, listed=_LISTED[_LISTED.index(self.listed) + 1])
+            return replace(self, listed=_LISTED_COUNTS[_LISTED_COUNTS.index(self.listed) + 1])
         return None
 
     def fields(self, is_chat: bool) -> dict[str, Any]:

@@ -30,10 +30,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lockstep.artifacts.certificate import AS_PUBLISHED, EVERY
+from lockstep.artifacts.certificate import AS_PUBLISHED, LOOK_INTERVAL
 
 PUBLISHED = AS_PUBLISHED
 LIMIT = math.log(20_000)  # of the evidence, in nats
+# Likelihood ratio from which "as published" excludes a fault, in nats. An endpoint of that fault reaches it with a
+# probability of at most 1/1,000 for each member of "as published": less than the 1 % of its faults that may pass. At
+# 1/20,000, 76 of 200 honest bf16 endpoints of the demo passed and the others were undecided; at 1/1,000 148 do, with
+# the same power against faults (November 2026).
+EXCLUDED = math.log(1_000)
 UNKNOWN = -1  # the token chosen: its text is not told
 STRANGE = -2  # the token chosen: none that any hypothesis expects
 OTHER = "another revision or model"
@@ -41,24 +46,26 @@ SOME = "a fault of some answers"
 SAMPLER = "tokens drawn, not greedy"
 PENALTY = "a repetition penalty"
 _NU = 4.0
-_SHARE = 0.25  # a further log-probability of the same question tells as much as a quarter of an independent one
+_FURTHER_WEIGHT = (
+    0.25  # a further log-probability of the same question tells as much as a quarter of an independent one
+)
 # Of the probability of a token: what no hypothesis expects happens; less so by the endpoint's own log-probabilities.
 _FLOOR = 1e-4
 _OWN_FLOOR = 1e-6
 _TIE = 2e-3  # log-probabilities that close may come in any order
 _ROUNDING = 1e-4  # of log-probabilities in JSON
 _LOGISTIC = 0.8
-_SIZES = 5  # fixed-point iterations for the rms of errors
+_RMS_ITERATIONS = 5  # fixed-point iterations for the rms of errors
 _DRAWS = 100  # of a stated power
 _BATCH = 25  # draws at once
 # Of a precision's noise in transformers: engines round elsewhere, in fp32 in sums of other order.
-_KERNELS = {"fp32": (2.0**-8, 2.0**-6, 2.0**-4), "fp16": (0.5, 1.0, 1.4), "bf16": (0.5, 1.0, 1.4)}
-_BETWEEN = 2.0 ** np.array([-0.5, -0.25, 0.0, 0.25])  # of each, for "as published"
+_KERNEL_FACTORS = {"fp32": (2.0**-8, 2.0**-6, 2.0**-4), "fp16": (0.5, 1.0, 1.4), "bf16": (0.5, 1.0, 1.4)}
+_NOISE_GRID = 2.0 ** np.array([-0.5, -0.25, 0.0, 0.25])  # of each, for "as published"
 _ABSENT = 1e3  # the eigenvalue of a candidate that is not listed: above all of K
-_MOST = 20  # log-probabilities of a question that count
-_OTHER = (0.3, 1.0, 3.0)  # rms differences of logits to another model,
-_REVISION = (4.0, 8.0, 16.0)  # and to another revision, in the noise of a member
-_SOME = (0.02, 0.1)  # shares of answers
+_MAX_LISTED = 20  # log-probabilities of a question that count
+_OTHER_MODEL_RMS = (0.3, 1.0, 3.0)  # rms differences of logits to another model,
+_REVISION_FACTORS = (4.0, 8.0, 16.0)  # and to another revision, in the noise of a member
+_FAULTY_SHARES = (0.02, 0.1)  # shares of answers
 _TEMPERATURES = (1.0, 0.6)
 
 
@@ -125,11 +132,11 @@ class Member:
 class ErrorModel:
     """How errors of log-probabilities follow from those of logits.
 
-    logprobs: the published ones [questions, candidates]. is_listed: which an endpoint gave; at most `_MOST` count.
+    logprobs: the published ones [questions, candidates]. is_listed: which an endpoint gave; `_MAX_LISTED` count.
     """
 
     def __init__(self, logprobs: np.ndarray, is_listed: np.ndarray) -> None:
-        self._places = np.argsort(~is_listed, axis=1, kind="stable")[:, :_MOST]
+        self._places = np.argsort(~is_listed, axis=1, kind="stable")[:, :_MAX_LISTED]
         self._is_listed = np.take_along_axis(is_listed, self._places, axis=1)
         self.count = self._is_listed.sum(axis=1)
         probabilities = np.exp(logprobs)
@@ -158,8 +165,8 @@ def rms_difference(logprobs: np.ndarray, published: np.ndarray) -> np.ndarray:
     """Return the rms difference of logits to the published ones, of the likeliest candidates: [questions]."""
     model = ErrorModel(published, np.isfinite(published))
     errors = _floored(logprobs) - _floored(published)
-    size = np.full(len(published), _OTHER[0])
-    for _ in range(_SIZES):  # the errors' variances depend on it
+    size = np.full(len(published), _OTHER_MODEL_RMS[0])
+    for _ in range(_RMS_ITERATIONS):  # the errors' variances depend on it
         mean_square, _ = model.fit(errors, size)
         size = size * np.sqrt(mean_square)
     return size
@@ -170,11 +177,11 @@ def members(tables: Tables) -> list[Member]:
     published = tables.values[PUBLISHED]
     noise = {**tables.noise, "fp32": tables.noise["fp16"]}
     usual = []
-    for precision, factors in _KERNELS.items():
+    for precision, factors in _KERNEL_FACTORS.items():
         usual += [Member(PUBLISHED, published, factor * noise[precision]) for factor in factors]
     all_members = []
     for member in usual:
-        all_members += [replace(member, noise=between * member.noise) for between in _BETWEEN]
+        all_members += [replace(member, noise=between * member.noise) for between in _NOISE_GRID]
     # One draw of roundings says little of a question: noise may be as even, or as uneven as other errors are.
     profiles = [np.ones(len(published))]
     if "int8" in tables.values:
@@ -200,10 +207,10 @@ def members(tables: Tables) -> list[Member]:
             processed = _log_softmax(published / temperature)
             all_members += [replace(member, hypothesis=SAMPLER, means=processed) for member in usual]
     everywhere = np.ones(len(published))
-    revisions = [Member(OTHER, published, size * everywhere) for size in _OTHER]
-    for factor in _REVISION:
+    revisions = [Member(OTHER, published, size * everywhere) for size in _OTHER_MODEL_RMS]
+    for factor in _REVISION_FACTORS:
         revisions += [Member(OTHER, published, factor * noise[precision]) for precision in tables.noise]
-    for share in _SOME:
+    for share in _FAULTY_SHARES:
         all_members += [replace(member, hypothesis=SOME, faulty=revisions[1], share=share) for member in usual]
     return all_members + revisions
 
@@ -238,7 +245,7 @@ def log_evidence(likelihoods: Mapping[str, np.ndarray]) -> np.ndarray:
 def _log_density(member: Member, answers: Answers, error_model: ErrorModel) -> np.ndarray:
     errors = np.where(np.isfinite(answers.values), answers.values - _floored(member.means), 0.0)
     mean_square, mean_log = error_model.fit(errors, member.noise)
-    k = 1 + (np.maximum(error_model.count, 1) - 1) * _SHARE
+    k = 1 + (np.maximum(error_model.count, 1) - 1) * _FURTHER_WEIGHT
     constant = _lgamma((_NU + k) / 2) - math.lgamma(_NU / 2)
     density = constant - k / 2 * (math.log(math.pi * _NU) + mean_log) - (_NU + k) / 2 * np.log1p(k / _NU * mean_square)
     return np.where((error_model.count > 0) & answers.is_new, density, 0.0)
@@ -319,18 +326,20 @@ def alarms(members: Sequence[Member], likelihoods: np.ndarray, requests: int, dr
     """
     random = np.random.default_rng(0)
     num_answers = likelihoods.shape[1]
-    looks = requests // EVERY
+    looks = requests // LOOK_INTERVAL
     first = []
     for begin in range(0, draws, _BATCH):
         size = min(_BATCH, draws - begin)
         counts = np.zeros((size * looks, num_answers))  # of each answer between two looks
         np.add.at(
-            counts, (np.arange(size * looks)[:, None], random.integers(num_answers, size=(size * looks, EVERY))), 1
+            counts,
+            (np.arange(size * looks)[:, None], random.integers(num_answers, size=(size * looks, LOOK_INTERVAL))),
+            1,
         )
         sums = (likelihoods @ counts.T).reshape(-1, size, looks).cumsum(axis=2)
         evidence = log_evidence(by_hypothesis(members, sums))
         above = evidence >= LIMIT
-        first.append(np.where(above.any(axis=1), EVERY * (above.argmax(axis=1) + 1), 0))
+        first.append(np.where(above.any(axis=1), LOOK_INTERVAL * (above.argmax(axis=1) + 1), 0))
     return np.concatenate(first)
 
 

@@ -24,8 +24,8 @@ from lockstep.progress import steps
 
 COMPANY = "answers that depend on company"
 _BURSTS = (1, 2, 5, 17, 65)  # requests at once; the first repeats answers alone
-_TELLING = 0.99  # power from which a hypothesis must be excluded
-_FIRST = 16  # answers after which the power of further ones is computed
+_MIN_POWER = 0.99  # power from which a hypothesis must be excluded
+_ANSWERS_BEFORE_POWER = 16  # answers after which the power of further ones is computed
 
 
 class _Session:
@@ -41,9 +41,9 @@ class _Session:
         self.power: dict[str, float] = {}
 
     @property
-    def telling(self) -> set[str]:
+    def testable(self) -> set[str]:
         """Return the hypotheses that the requests can tell."""
-        return {name for name, chance in self.power.items() if chance >= _TELLING}
+        return {name for name, chance in self.power.items() if chance >= _MIN_POWER}
 
     def ask(self, number: int) -> Reply | None:
         """Return the reply to a question; None where the endpoint does not serve its kind, or not so long a one."""
@@ -84,7 +84,7 @@ class _Session:
                 total = len(self.questions)
                 pending = self._longest_first(pending)
             answered.add(number, reply)
-            if len(answered.replies) == _FIRST:
+            if len(answered.replies) == _ANSWERS_BEFORE_POWER:
                 answered.weigh()
                 self.compute_power(answered, total)
             if answered.is_weighed and self._is_decided(answered):
@@ -106,7 +106,7 @@ class _Session:
         if answered.evidence >= LIMIT:
             others = answered.likelihoods.keys() - {answered.best, OTHER, SOME}
             return others <= answered.excluded(answered.best)
-        return bool(self.telling) and self.telling <= answered.excluded()
+        return bool(self.testable) and self.testable <= answered.excluded()
 
     def compute_power(self, answered: Answered, total: int) -> None:
         """Compute the power of `total` answers like those so far."""
@@ -163,7 +163,7 @@ def certify(endpoint: Endpoint, hypotheses_json: Path, company: bool = True) -> 
         verdict = DIFFERS
         if answered.evidence < LIMIT:
             best = COMPANY
-    elif best == PUBLISHED and session.telling and session.telling <= excluded:
+    elif best == PUBLISHED and session.testable and session.testable <= excluded:
         verdict = AS_PUBLISHED
     answers = [
         {"question": number, "text": reply.token.text, "logprobs": dict(reply.token.logprobs)}

@@ -45,11 +45,11 @@ _UNDECIDED = 0.75  # of the questions
 _NUM_LONG = 32
 _NUM_REPEATING = 32  # long ones of which a repetition penalty changes the answer: of short ones 1 in 100
 _NUM_LONG_TEXTS = 16
-_LEAST_LONG = 64  # tokens
+_MIN_LONG_TOKENS = 64  # tokens
 _LONG_TOKENS = 256
 _LENGTHS = (32, 64, 128)  # tokens of a truncated context
 _NUM_CHATS = 32
-_FEWEST = 4  # tokens of a question
+_MIN_TOKENS = 4  # tokens of a question
 _GROUP_SIZES = (32, 16)
 _LEVELS = np.float32(127)
 _REPETITION_PENALTY = 1.1  # as generation_config.json of many models has it
@@ -129,7 +129,7 @@ def _cuts(
     mixed_places = [places[number] for number in torch.randperm(len(places), generator=generator).tolist()]
     completions = [*dict.fromkeys(undecided + _readable(tokenizer, mixed_places, 2 * count))][:count]
     completions = [completions[number] for number in torch.randperm(len(completions), generator=generator).tolist()]
-    long_places = _undecided_first(model, _long_texts(model, tokenizer, sequences), _LEAST_LONG)
+    long_places = _undecided_first(model, _long_texts(model, tokenizer, sequences), _MIN_LONG_TOKENS)
     repeating = [place for place in long_places if place.repeats]
     longs = _readable(tokenizer, repeating, _NUM_REPEATING) + _readable(tokenizer, long_places, _NUM_LONG)
     chats = []
@@ -154,7 +154,7 @@ def _long_texts(
 
 
 def _undecided_first(
-    model: PreTrainedModel, sequences: Sequence[tuple[int, ...]], shortest: int = _FEWEST
+    model: PreTrainedModel, sequences: Sequence[tuple[int, ...]], shortest: int = _MIN_TOKENS
 ) -> list[_Place]:
     """Return the places in sequences after at least `shortest` tokens, the one with the least certain token first."""
     certainty = {}

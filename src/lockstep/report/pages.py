@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.artifacts.certificate import EVERY, Certificate
+from lockstep.artifacts.certificate import LOOK_INTERVAL, Certificate
 from lockstep.artifacts.engines import EngineFile
 from lockstep.artifacts.statement import statement_path
 from lockstep.artifacts.summary import Summary, SummaryRow
@@ -107,7 +107,7 @@ def certificate(page: Path, document: Certificate) -> bytes:
     series = {}
     for name in sorted(document.trace, key=lambda name: -document.trace[name][-1])[:_CURVES]:
         # They are relative to the likeliest, so at most 0; the chart's scale is logarithmic.
-        series[name] = [Point(EVERY * look, -value) for look, value in enumerate(document.trace[name], start=1)]
+        series[name] = [Point(LOOK_INTERVAL * look, -value) for look, value in enumerate(document.trace[name], start=1)]
     chart = curves("Nats below the likeliest", "answers", series, legend_at_bottom_columns=1, height=320)
     title = f"{document.model}: {document.verdict}"
     return _render("certificate.html", page, title=title, certificate=document, charts=[chart], files=[])
