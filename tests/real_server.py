@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,6 +26,7 @@ from lockstep.targets import Results
 
 STARTS = 60  # seconds that a start may take on a busy machine
 ENDS = 20
+_MAX_STDERR = 1 << 24  # bytes
 
 
 def make_tree(folder: Path, demo: Results, **limits: int) -> Path:
@@ -49,16 +51,17 @@ class RealServer:
         python: str = sys.executable,
         **environment: str,
     ):
+        # No file of the tree: another test's server may run on the same one.
+        self._stderr = tempfile.TemporaryFile()
         arguments = ["serve", *([target] if target else []), "--results", tree, "--port", 0, *options]
         self.process = subprocess.Popen(
             [python, "-m", "lockstep", *map(str, arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=(tree / "stderr.txt").open("wb"),
+            stderr=self._stderr,
             text=True,
             env={**os.environ, "LOCKSTEP_THREADS": "1", **environment},
         )
-        self._stderr = tree / "stderr.txt"
         assert self.process.stdout is not None
         readable, _, _ = select.select([self.process.stdout], [], [], STARTS)
         self.line = self.process.stdout.readline() if readable else ""
@@ -86,7 +89,7 @@ class RealServer:
 
     @property
     def stderr(self) -> str:
-        return self._stderr.read_text()
+        return os.pread(self._stderr.fileno(), _MAX_STDERR, 0).decode()
 
     @property
     def engine_pid(self) -> int:

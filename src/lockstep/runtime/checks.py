@@ -130,10 +130,10 @@ def check_request(request: Request, model: Model, max_prompt_len: int, has_gramm
         raise InputError(
             f"answer_ids: expected fewer than max_new_tokens ({request.max_new_tokens}), found {len(answer)}"
         )
-    if request.grammar is not None and (not has_grammars or request.choose is not None):
-        raise InputError(
-            f"{request.grammar.name}: expected an engine with grammars, and no `choose`; found one or the other"
-        )
+    if request.grammar is not None and not has_grammars:
+        raise InputError(f"{request.grammar.name}: expected an engine that was opened with grammars, found one without")
+    if request.grammar is not None and request.choose is not None:
+        raise InputError(f"{request.grammar.name}: expected no `choose` besides it, found one")
     return replace(request, prompt_ids=prompt.astype(np.int32), answer_ids=answer.tolist())
 
 

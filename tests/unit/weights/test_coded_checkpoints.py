@@ -193,7 +193,7 @@ def _nan(array: np.ndarray) -> np.ndarray:
         ("nf4", _set("weight.absmax", lambda a: a[1:]), "expected U8 [900], found U8 [899]"),
         ("nf4", _set("weight", lambda a: a[1:]), "found U8 [28799, 1]"),
         ("nf4", _state("{"), "expected JSON with shape and blocksize, found 'Expecting property name"),
-        ("nf4", _state('{"shape": [400, 0], "blocksize": 64}'), "with shape and blocksize, found '(400, 0"),
+        ("nf4", _state('{"shape": [400, 0], "blocksize": 64}'), "with shape and blocksize, found '[400, 0"),
         ("bnb-int8", _set("SCB", lambda a: a[1:]), "expected F32 [400], found F32 [399]"),
         ("bnb-int8", _set("weight_format", lambda a: a + np.uint8(1)), "expected 0, rows one after another, found 1"),
     ],
