@@ -42,7 +42,11 @@ def option(
         value_type = click.Path(exists=exists, path_type=Path)
     if not flag.startswith("-"):
         return click.Argument([flag], nargs=-1, metavar=metavar, type=value_type)
-    switch = {"is_flag": True} if kind is bool else {}
+    settings: dict[str, Any] = {}
+    if kind is bool:
+        settings["is_flag"] = True
+    if parse is not None:
+        settings["callback"] = _callback(parse)
     return click.Option(
         [flag, *([name] if name else [])],
         type=value_type,
@@ -52,8 +56,7 @@ def option(
         required=required,
         metavar=metavar,
         show_default=default not in (None, (), False),
-        callback=_callback(parse) if parse else None,
-        **switch,
+        **settings,
     )
 
 

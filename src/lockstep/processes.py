@@ -1,12 +1,13 @@
-"""Run a command as a child process, which is ended where this process is interrupted."""
+"""Child processes, which are ended where this process is interrupted, and settings of this one's Python."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lockstep.errors import Ended
@@ -52,6 +53,18 @@ def freeze_heap() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@contextlib.contextmanager
+def paused_collector() -> Iterator[None]:
+    """Collect no garbage in the `with` block."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def share_interpreter() -> None:

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import ctypes
 import functools
-import gc
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ from cuda.bindings import driver, nvrtc, runtime
 from numpy.typing import DTypeLike
 
 from lockstep.errors import CheckError
+from lockstep.processes import paused_collector
 from lockstep_gpu import kernel_cache
 from lockstep_gpu.kernels.library import library
 
@@ -252,7 +252,7 @@ class Stream:
         """
         graph = Graph()
         mode = runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed
-        with _without_collection():
+        with paused_collector():
             check(runtime.cudaStreamBeginCapture(self.handle, mode))
             try:
                 yield graph
@@ -263,18 +263,6 @@ class Stream:
         graph.executable = check(runtime.cudaGraphInstantiate(captured, 0))
         destroy_with(graph, runtime.cudaGraphExecDestroy, graph.executable)
         check(runtime.cudaGraphDestroy(captured))
-
-
-@contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
-    """Collect no garbage in the `with` block."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class Graph:

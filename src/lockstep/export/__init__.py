@@ -5,9 +5,10 @@ In: a checkpoint's config.json. Out: weight-free graphs and the recipe that asse
 
 import gc
 
-from lockstep.export import collector
+from lockstep.processes import paused_collector
 
-with collector.paused():
+# A collection would walk half a million objects once torch and transformers are loaded.
+with paused_collector():
     from lockstep.export.run import export
 
     gc.freeze()  # loaded modules stay: later collections, and the one at exit, need not walk them

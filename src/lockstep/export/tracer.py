@@ -30,7 +30,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lockstep.artifacts.dtypes import PRECISION_NAMES
 from lockstep.errors import InputError
-from lockstep.export import collector
 from lockstep.export.attention_hook import HOOK, unpacked
 from lockstep.export.bfloat16 import widen_unsupported
 from lockstep.export.embedding import at_entry, is_changed
@@ -43,6 +42,7 @@ from lockstep.export.rope import freeze_ropes
 from lockstep.export.state_hook import FUNCTIONS, numbered, replaced
 from lockstep.export.torch_operators import OPSET, torch_operators
 from lockstep.onnx_tools.values import shape_of
+from lockstep.processes import paused_collector
 
 DTYPES: dict[str, torch.dtype] = {precision: getattr(torch, name) for precision, name in PRECISION_NAMES.items()}
 _WEIGHT_PREFIX = "model_under_trace."
@@ -280,7 +280,7 @@ def _part(model: ir.Model, inputs: Sequence[str], output: str) -> ir.Model:
 def _export(module: _Packed, inputs: dict[str, torch.Tensor], outputs: Sequence[str]) -> ir.Model:
     dim = torch.export.Dim("num_tokens", min=1, max=1 << 20)
     try:
-        with quiet(), torch.no_grad(), collector.paused(), unpacked():
+        with quiet(), torch.no_grad(), paused_collector(), unpacked():
             # The first of the ways that torch.onnx.export(dynamo=True) tries; the others take long, and their errors
             # would hide the reason of this one.
             capture = TorchExportNonStrictStrategy()

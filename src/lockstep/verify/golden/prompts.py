@@ -12,9 +12,10 @@ from lockstep.artifacts.dtypes import numpy_dtype
 from lockstep.artifacts.files import sha256_file
 from lockstep.artifacts.places import FileEntry
 from lockstep.artifacts.reference import LongPrompt, ReferenceManifest
-from lockstep.artifacts.reports import TokenDifference
+from lockstep.artifacts.reports import GoldenReport, TokenDifference
 from lockstep.checkpoint.safetensors_header import read_header
 from lockstep.errors import InputError
+from lockstep.targets import Target
 from lockstep.tolerances import Tolerances
 from lockstep.verify.golden.forced import Forced
 from lockstep.verify.golden.text import new_text
@@ -115,6 +116,14 @@ def read_reference(
         answer = entry.text, entry.prompt_ids, entry.tokens, entry.new_text
         prompts.append(Prompt(*answer, logits, bounds, text, entry.adapter))
     return prompts, _read_long(manifest.long, arrays, tolerances), manifest
+
+
+def read_golden(path: Path, target: Target, num_prompts: int) -> GoldenReport:
+    """Return the golden check of a target. Raises InputError for another one, and where it was not run."""
+    golden = GoldenReport.load(path)
+    if golden.target != target or len(golden.prompts) != num_prompts:
+        raise InputError(f"{path}: expected the golden check of {target}, found another; run it again")
+    return golden
 
 
 def _read_logits(reference: Path, logits: FileEntry) -> dict[str, np.ndarray]:

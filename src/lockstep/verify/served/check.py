@@ -22,15 +22,14 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.artifacts.reports import PASS, GoldenReport, ServedPhase, ServedReport, TokenDifference
-from lockstep.errors import InputError
+from lockstep.artifacts.reports import PASS, ServedPhase, ServedReport, TokenDifference
 from lockstep.runtime.model import CHUNK_SIZE, Model, ModelOptions, fitting_chunk_size
 from lockstep.runtime.speculative import Speculative
 from lockstep.runtime.tokenizer import tokenizer_path
 from lockstep.step.pages import PAGE_SIZE
 from lockstep.targets import Limits, Target
 from lockstep.tolerances import Tolerances
-from lockstep.verify.golden.prompts import Prompt, first_difference, read_reference, short
+from lockstep.verify.golden.prompts import Prompt, first_difference, read_golden, read_reference, short
 from lockstep.verify.metrics import finish
 from lockstep.verify.sampled.answer import Answer
 from lockstep.verify.sampled.forced import History, write_logits
@@ -67,9 +66,7 @@ def check(
     with the report in `<out>.failed.json`; InputError for inputs that do not belong together.
     """
     prompts, long, reference = read_reference(Path(reference_json), (), tolerance)
-    golden = GoldenReport.load(golden_json)
-    if golden.target != target or len(golden.prompts) != len(prompts):
-        raise InputError(f"{golden_json}: expected the golden check of {target}, found another; run it again")
+    golden = read_golden(golden_json, target, len(prompts))
     expected = [list(entry.tokens) for entry in golden.prompts]
     long_prompt = None
     longest = max(len(prompt.prompt_ids) for prompt in prompts)

@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.artifacts.reports import GoldenReport
-from lockstep.errors import CheckError, InputError
+from lockstep.errors import CheckError
 from lockstep.targets import Results, Target
 from lockstep.tolerances import Tolerances
-from lockstep.verify.golden.prompts import Prompt, first_difference, read_reference, short
+from lockstep.verify.golden.prompts import Prompt, first_difference, read_golden, read_reference, short
 from lockstep.verify.served.client import answers
 
 _MAX_IN_FLIGHT = 64  # requests
@@ -37,14 +36,10 @@ class GoldenAnswers:
     ) -> GoldenAnswers:
         """Read the golden check of a target. Raises InputError where it was not run."""
         path = tree.golden(target.model, target.precision, target.layers, target.backend)
-        if not path.is_file():
-            raise InputError(f"{path}: expected the golden check of {target}, found none; run `lockstep run`")
         prompts, _, reference = read_reference(
             tree.reference_of(target.model, target.precision, target.layers), (), tolerance
         )
-        answers = [prompt.tokens for prompt in GoldenReport.load(path).prompts]
-        if len(answers) != len(prompts):
-            raise InputError(f"{path}: expected {len(prompts)} prompts, found {len(answers)}; run `lockstep run` again")
+        answers = [prompt.tokens for prompt in read_golden(path, target, len(prompts)).prompts]
         return cls(name, prompts, answers, reference.max_new_tokens, decode)
 
 
