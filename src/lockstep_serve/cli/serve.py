@@ -169,7 +169,10 @@ class _Serve(GroupedCommand):
     help="Seconds after which a client that does not read its answer is disconnected.",
 )
 @click.option(
-    "--grammar-timeout", type=_POSITIVE, default=EngineOptions.grammar_seconds, help="Seconds for compiling a grammar."
+    "--grammar-timeout",
+    type=_POSITIVE,
+    default=EngineOptions.grammar_seconds,
+    help="CPU seconds for compiling a grammar.",
 )
 @click.option(
     "--tool-call-parser",

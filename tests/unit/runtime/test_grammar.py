@@ -23,6 +23,7 @@ from lockstep.runtime import Engine, Model, ModelOptions, Request, Sampling, Tok
 from lockstep.runtime.grammar import Grammar, compiler, trial
 from lockstep.runtime.grammar.compiler import Compiler
 from lockstep.runtime.grammar.trial import TrialProcess
+from lockstep.runtime.tokenizer import tokenizer_path
 from lockstep.step.logits_pipeline import Sampler
 from lockstep.targets import Results
 from lockstep_serve.bodies import BadRequest
@@ -233,6 +234,23 @@ def test_a_grammar_is_compiled_once_and_steps_go_before_it(
         texts.add(tokenizer.decode(tokens))
     assert len(texts) == 3 and all(map(follows_schema, texts))
     assert niceness == [min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)]
+
+
+def test_a_grammar_has_cpu_seconds_however_busy_the_machine_is(model: Model, assembly: Path) -> None:
+    """A compiler at its lowest priority beside busy steps, here one that is stopped, is not refused by the clock."""
+    tried = TrialProcess(tokenizer_path(assembly).read_text(), model.vocab_size, model.eos_token_ids)
+    tried.check("lark", 'start: "a"', 1)
+    assert tried.process is not None
+    tried.process.send_signal(signal.SIGSTOP)
+    goes_on = threading.Timer(1, tried.process.send_signal, [signal.SIGCONT])
+    goes_on.start()
+    try:
+        tried.check("lark", 'start: "b"', 0.5)
+        with pytest.raises(trial.Refusal, match=r"compiles within 0\.5 s"):
+            tried.check("lark", SLOW, 0.5)
+    finally:
+        goes_on.join()
+        tried.close()
 
 
 @pytest.mark.usefixtures("end_trials")

@@ -14,6 +14,7 @@ import math
 import os
 import resource
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -27,6 +28,7 @@ from lockstep.processes import environment
 _STACK = 4 << 20  # bytes, of the thread that compiles here: the engine's threads have more
 _MEMORY = 1 << 30  # bytes that a grammar may take
 _START = 60.0  # seconds
+_HANG = 60.0  # seconds by the clock, beyond a grammar's own: the machine may be busy with other work
 _OPTIONS = "x-guidance"  # of a schema, for llguidance
 _WHITE_SPACE = r"[ \n\r\t]{1,64}"  # between two parts of JSON: a new line, and fifteen levels of four spaces
 
@@ -47,7 +49,7 @@ class TrialProcess:
         self.process: subprocess.Popen[bytes] | None = None
 
     def check(self, kind: str, text: str, seconds: float, around: str = "") -> None:
-        """Check that a grammar compiles within `seconds`. Raises Refusal."""
+        """Check that a grammar compiles within `seconds` of CPU time. Raises Refusal."""
         if self.process is None:
             self.process = subprocess.Popen(
                 [sys.executable, __file__],
@@ -61,7 +63,7 @@ class TrialProcess:
             except Refusal:
                 self.close()
                 raise
-        self._ask({"kind": kind, "text": text, "around": around, "seconds": seconds}, seconds)
+        self._ask({"kind": kind, "text": text, "around": around, "seconds": seconds}, _HANG + seconds)
 
     def close(self) -> None:
         if self.process is not None:
@@ -81,13 +83,18 @@ class TrialProcess:
             while not answer.endswith(b"\n"):
                 if not poll.poll(math.ceil(max(0.0, end - time.monotonic()) * 1000)):
                     self.close()
-                    raise Refusal(f"a grammar that compiles within {seconds:g} s, found that it did not; simplify it")
+                    raise Refusal(f"an answer of its trial within {seconds:g} s, found none; send it again")
                 part = os.read(self.process.stdout.fileno(), 1 << 16)
                 if not part:
                     raise BrokenPipeError
                 answer += part
         except BrokenPipeError:
+            ended_by = -self.process.wait()
             self.close()
+            if ended_by == signal.SIGPROF:
+                raise Refusal(
+                    f"a grammar that compiles within {request['seconds']:g} s, found that it did not; simplify it"
+                ) from None
             raise Refusal(
                 "a grammar that compiles, found one that nests too deep, or needs more memory or time than it may; "
                 "simplify it"
@@ -174,12 +181,12 @@ def _main() -> None:
         try:
             if tokenizer is None:
                 tokenizer = open_tokenizer(request["tokenizer"], request["vocab_size"], request["eos_token_ids"])
-                _limit(resource.RLIMIT_AS, _address_space() + _MEMORY)
+                _limit_memory(_address_space() + _MEMORY)
             else:
-                # In case the parent dies, and cannot end this process.
-                used = resource.getrusage(resource.RUSAGE_SELF)
-                _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime + request["seconds"]) + 2)
+                # CPU time, not the clock's: whether a grammar is taken must not depend on what else the machine does.
+                signal.setitimer(signal.ITIMER_PROF, request["seconds"])  # SIGPROF ends this process
                 _compile(tokenizer, request, answer)
+                signal.setitimer(signal.ITIMER_PROF, 0)
         except Refusal as refusal:
             answer["error"] = str(refusal)
         print(json.dumps(answer), flush=True)
@@ -200,11 +207,11 @@ def _compile(tokenizer: Any, request: Mapping[str, Any], answer: dict[str, str])
     thread.join()
 
 
-def _limit(kind: int, limit: int) -> None:
-    _, hard = resource.getrlimit(kind)
+def _limit_memory(limit: int) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
     if hard != resource.RLIM_INFINITY:
         limit = min(limit, hard)
-    resource.setrlimit(kind, (limit, hard))
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
 def _address_space() -> int:
