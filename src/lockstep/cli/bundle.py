@@ -30,10 +30,11 @@ def bundle(target: str, weights: bool, out: Path | None, sign_key: Path | None, 
 
     if out is not None and out.suffix != BUNDLE_SUFFIX:
         raise InputError(
-            f"--out: expected a name that ends in {BUNDLE_SUFFIX}, by which bundles are known, found {out}"
+            f"--out: expected a name that ends in {BUNDLE_SUFFIX}, by which commands recognise a bundle, found {out}"
         )
     if sign_key is not None:
-        dsse.private_key(sign_key)  # for its errors, before anything is written
+        # For its errors alone: a key that cannot sign is told before gigabytes are packed.
+        dsse.private_key(sign_key)
 
     tree = Results(results)
     config = used_config(tree)

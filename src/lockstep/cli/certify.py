@@ -24,7 +24,7 @@ from lockstep.errors import InputError
     "--timeout", type=click.FloatRange(min=0.1), default=60.0, show_default=True, help="Seconds of a request."
 )
 @click.option("--key-env", default="OPENAI_API_KEY", show_default=True, help="The variable that holds the key, if set.")
-@click.option("--no-company", is_flag=True, help="Send no requests at once.")
+@click.option("--no-company", is_flag=True, help="Send one request at a time.")
 @click.option("--out", type=FILE, help="Write the certificate, as JSON.")
 @click.option("--page", type=FILE, help="Write its page, with plots.")
 @click.option("--sign-key", type=FILE, help="Sign a statement of it with this private key.")
@@ -78,7 +78,9 @@ def certify(
             click.echo(f"{name:<34} log-likelihood {value:10.1f}{words}")
         for note in certificate.skipped:
             click.echo(note, err=True)
-    certificate.check()  # raises its line for any verdict but "as published"
+    # Last, for it raises the verdict's line unless that is "as published": the files of a bad verdict are wanted most.
+    certificate.check()
+    # With --json standard output is one document.
     click.echo(certificate.line, err=as_json)
 
 
@@ -94,6 +96,7 @@ def _hypotheses(golden: Path, layers: str, checkpoint: Path | None) -> Path:
         )
     model = reference.parent.parent
     path = model / "hypotheses" / reference.name
+    # Those that a run made are taken: the checkpoint is then not needed, nor the minutes that torch takes.
     if path.is_file() and Hypotheses.load(path).reference == sha256_file(reference):
         return path
     place = checkpoint or model / "checkpoint.json"

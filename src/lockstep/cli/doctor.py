@@ -93,6 +93,7 @@ def _step_sizes(name: str, results: Path) -> StepSizes:
     with runnable(name, None, results) as place:
         options = ModelOptions(adapters_json=place.adapters)
         model = Model.open(place.engines, place.assembly, place.weights, place.target.layers, options)
+        # What a first step loads or records would count in the seconds that the comparison has.
         model.warm_up()
         return compare_step_sizes(model)
 
@@ -114,6 +115,7 @@ def _backends() -> dict[str, dict[str, Any]]:
     by_backend = {}
     for name, settings in backends().items():
         lacking = {precision: reason for precision in settings.precisions if (reason := settings.lacks_here(precision))}
+        # Engines of a library that is not installed cannot run either, so one reason stands for both.
         not_built = settings.missing() or settings.cannot_build()
         by_backend[name] = {
             "precisions": [precision for precision in settings.precisions if precision not in lacking],
@@ -147,6 +149,7 @@ def needs(config: Config, name: str, place: Path) -> dict[str, Any]:
     # A number of a packed tensor holds several weights: there the config's shapes count, not the tensors'.
     if shape.packing is None and has_weights(place):
         parameters = sum(math.prod(tensor.shape) for tensor in find_tensors(place).tensors.values())
+    # A config.json that lacks a size: no figure is better than a wrong one.
     if parameters is None:
         return {}
     precisions = config.models[name].all_precisions()
@@ -178,6 +181,7 @@ def _machine_lines(facts: dict[str, Any]) -> list[str]:
             notes.append(f"{name}: {reason}")
         notes += [f"{name}: no {precision}: {reason}" for precision, reason in entry["lacking"].items()]
     lines += ["", *notes]
+    # An extra that is a backend's has its install line among the notes.
     missing_extras = [extra for extra in sorted(facts["missing_extras"]) if extra not in facts["backends"]]
     if missing_extras:
         lines.append(f"Extras not installed: {', '.join(missing_extras)}. To install one: {pip_install('NAME')}")
@@ -197,7 +201,8 @@ def model_line(name: str, needed: dict[str, Any]) -> str:
         if nbytes > available:
             words[-1] += f", more than the {_size(available)} here"
     total = sum(needed["seconds"].values())
-    longest = list(needed["seconds"].items())[:5]  # which are sorted by time
+    # The seconds are sorted by time; five stages fit on a line of a terminal.
+    longest = list(needed["seconds"].items())[:5]
     stages = ", ".join(f"{stage} {seconds / total:.0%}" for stage, seconds in longest if seconds >= total / 100)
     time = f"{total / 60:.0f} min" if total < 7200 else f"{total / 3600:,.0f} h"
     words.append(f"about {time} on {_cores()} cores ({stages})")

@@ -16,7 +16,8 @@ def main() -> None:
     _open_closed_streams()
     with guard():
         from lockstep.cli.main import main as command
-    command(prog_name="lockstep")  # also of `python -m lockstep`
+    # The group has a guard of its own. The name is for `python -m lockstep`, which click would call "__main__.py".
+    command(prog_name="lockstep")
 
 
 def _open_closed_streams() -> None:
@@ -24,5 +25,6 @@ def _open_closed_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             stream = open(os.devnull, mode)
+            # As descriptors 0 to 2 are by default: a child process would again find none.
             os.set_inheritable(stream.fileno(), True)
             setattr(sys, name, stream)

@@ -65,6 +65,7 @@ def generate(
     """
     from lockstep.runtime import Sampling, command
 
+    # Either a prompt, or both files.
     if (prompt is None) == (source is None) or (source is None) != (out is None):
         named = {"--prompt": prompt, "--input": source, "--output": out}
         actual = " ".join(name for name, value in named.items() if value) or "neither"

@@ -42,13 +42,15 @@ class GuardedGroup(click.Group):
         self.sections: dict[str, tuple[click.Command, ...]] = {}
 
     def make_context(self, *arguments: Any, **options: Any) -> click.Context:
-        with guard():  # `--help` is printed here, and the disk may be full
+        # click prints `--help` while it makes the context, and where that goes the disk may be full.
+        with guard():
             return super().make_context(*arguments, **options)
 
     def invoke(self, ctx: click.Context) -> Any:
         with guard():
             try:
                 return super().invoke(ctx)
+            # Commands import inside: a package of an extra is first missed while one runs.
             except ModuleNotFoundError as error:
                 if (missing := missing_package(ctx.invoked_subcommand, error)) is None:
                     raise
@@ -66,9 +68,11 @@ class GuardedGroup(click.Group):
             return super().format_commands(ctx, formatter)
         for title, commands in self.sections.items():
             named = [(command.name or "", command) for command in commands]
+            # What click's own list has left for the texts: 6 columns are its indent and its gaps.
             width = formatter.width - 6 - max(len(name) for name, _ in named)
             with formatter.section(title):
                 formatter.write_dl([(name, command.get_short_help_str(width)) for name, command in named])
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)  # in the order of `add_section`, not sorted as click has them
+        # In the order of `add_section`; click sorts them.
+        return list(self.commands)

@@ -37,10 +37,12 @@ def init(source: str, out: Path | None) -> None:
         raise InputError(f"{out}: expected no such file yet, found one; name another by --out, or delete it")
     shape_file = _shape_file(source)
     text = first_config(name, source, shape_file, total_bytes())
+    # Written first, so that the errors of the check name the user's file; one that does not work is taken back.
     write_bytes(out, text.encode())
     try:
         config = load(out)
-        if not isinstance(kind, HubSource):  # nothing of which is here
+        # Of a model on the hub nothing is here but its config.json.
+        if not isinstance(kind, HubSource):
             config.check_sources(where=str(out))
         if isinstance(kind, FolderSource):
             find_tensors(shape_file)

@@ -91,11 +91,12 @@ def verify(
     if other_kinds:
         raise InputError("verify: expected models, bundles or certificates, found several of these; run it for each")
     if keys and not signature:
-        raise InputError("--key: expected it with --signature, found none; add it")
+        raise InputError("--key: expected --signature with it, found none; add --signature")
     if kind == "model" and signature:
         raise InputError("--signature: expected a bundle, found none; name one that ends with .tar")
     if signature and not keys:
-        raise InputError("--signature: expected who may have signed, found none; name a public key by --key")
+        raise InputError("--signature: expected a public key of who may have signed, found none; name one by --key")
+    # A certificate without keys is checked for its bytes alone.
     if kind == ".json":
         return _verify_certificates([Path(name) for name in models], keys, as_json)
     if kind == BUNDLE_SUFFIX:

@@ -27,7 +27,8 @@ def complete_target(ctx: click.Context, param: click.Parameter, incomplete: str)
     """Return the targets of the last run in this folder that begin so, for a shell's completion."""
     try:
         targets = used_config(Results(Path(ctx.params.get("results") or "results"))).targets()
-    except LockstepError:  # nothing has run here, and a completion shows no errors
+    except LockstepError:
+        # Nothing has run here; an error would appear in the middle of the line that the user types.
         return []
     return [CompletionItem(str(target)) for target in targets if str(target).startswith(incomplete)]
 
@@ -58,10 +59,12 @@ def used_config(results: Results) -> Config:
     value = read_json(results.config())
     if statement_path(results.config()).is_file() and read_statement(results.config()) is None:
         raise InputError(
-            f"{results.config()}: expected the config that its statement is of, found another; run `lockstep run` again"
+            f"{results.config()}: expected the config that its statement describes, found another; run `lockstep run` "
+            "again"
         )
     try:
         return load(value, where=str(results.config()))
+    # No user wrote this file: a key that is not known here is another version's.
     except InputError as error:
         raise InputError(f"{error}; {OTHER_VERSION}") from None
 
@@ -79,8 +82,8 @@ def made_target(config: Config, tree: Results, name: str) -> Target:
     model = name.partition("/")[0]
     if model not in config.models and tree.checkpoint(model).is_file():
         raise InputError(
-            f"target: expected one of the last run's, of {', '.join(config.models)} ({tree.config()}), found {name}, "
-            "of an earlier run; run its config again: `lockstep run`"
+            f"target: expected a target of the last run ({tree.config()}, models {', '.join(config.models)}), found "
+            f"{name} of an earlier run; run its config again: `lockstep run`"
         )
     target = config.parse_target(name, of_last_run(tree))
     engines = tree.engines(target.model, target.precision, target.backend)
@@ -166,12 +169,12 @@ def _check_stated(tree: Results, place: Opened) -> None:
     from lockstep.artifacts.statement import statement_path
     from lockstep.provenance.statements import read_statement
 
-    # The workflow states its config first; who calls the package's functions has a tree without statements.
+    # The workflow writes its config's statement first; who calls the package's functions has a tree without statements.
     if not statement_path(tree.config()).is_file():
         return
     for path in (place.assembly, place.weights, place.engines):
         if path.is_file() and read_statement(path) is None:
             raise InputError(
-                f"{path}: expected next to it {statement_path(path).name}, the statement of how it was made, "
-                "found none or that of another file; run `lockstep run` again"
+                f"{path}: expected its statement {statement_path(path).name} next to it, found none or one of another "
+                "file; run `lockstep run` again"
             )

@@ -39,9 +39,7 @@ def push(bundle: Path, reference: str, lock: Path | None, plain_http: bool, as_j
 
     place = Reference.parse(reference)
     if place.digest is not None:
-        raise InputError(
-            f"{reference}: expected a tag, found a digest, which only follows from the bundle; leave it out"
-        )
+        raise InputError(f"{reference}: expected a tag, found a digest, which the bundle's bytes decide; leave it out")
     with working(f"push {bundle}"):
         pushed = artifact.push(bundle, place, plain_http)
     if lock is not None:

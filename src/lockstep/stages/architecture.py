@@ -12,9 +12,8 @@ class Architecture(Stage):
         from lockstep import checkpoint
         from lockstep.artifacts.fetched import folder_of
 
-        fetched = job.inputs.get("fetched")
-        if fetched:
-            folder = folder_of(fetched)
+        if "fetched" in job.inputs:
+            folder = folder_of(job.inputs["fetched"])
         else:
             folder = Path(job.files["sides"][0]).parent
         checkpoint.resolve_architecture(job.options["source"], folder, job.output)

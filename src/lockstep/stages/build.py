@@ -27,7 +27,9 @@ class Build(Stage):
         backend = job.backend
         assert backend is not None  # it is a wildcard of the stage
         suffixes = get_backend(backend).suffixes
-        clear_unnamed(job.output, lambda path: path.suffix in suffixes)  # of a build that was killed
+        # Of a build that was killed: `build` overwrites no file that no earlier manifest names, for in a folder of the
+        # user's it may be anybody's. A stage has its folder to itself.
+        clear_unnamed(job.output, lambda path: path.suffix in suffixes)
         build(job.inputs["assembly"], backend, job.output, job.options["options"])
 
 
@@ -37,6 +39,7 @@ def engines_place(names: Mapping[str, Any], backend: Mapping[str, Any]) -> tuple
     It ends with the device that their bytes depend on: its architecture or name, and for a backend that is not portable
     the first digits of the sha256 of all that must be equal.
     """
+    # A backend whose device has neither, for its engines run anywhere, is named itself.
     device = backend["device"]
     name = str(device.get("architecture") or device.get("name") or backend["name"])
     if not backend.get("portable"):

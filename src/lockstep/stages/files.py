@@ -58,6 +58,7 @@ def model_files(config: Config, model: str, place: Path | None, results: Results
     adapter_files: list[Path] = []
     for folder in local:
         adapter_files += sorted(folder.glob("adapter_*"))
+    # A job fetches adapters of the hub: they are no input of a run that begins without them.
     common: dict[str, Any] = {
         "kind": kind,
         "adapters": _displayed(adapter_files),
@@ -69,11 +70,13 @@ def model_files(config: Config, model: str, place: Path | None, results: Results
         if weights and (folder / "config.json").is_file():
             common["bytes"] = _bytes(folder, weights)
         elif kind == "gguf" and place:
-            common["bytes"] = 4 * os.path.getsize(place)  # 4 bits or more in the file
+            # Its tensors have 4 bits or more, of which a job makes 16.
+            common["bytes"] = 4 * os.path.getsize(place)
         elif kind == "random" and place:
             common["bytes"] = 2 * (read_shape(place).num_parameters or 0)
         if kind == "hub" or place is None:
             return ModelFiles(**common)
+        # A GGUF file holds its own tokenizer.
         tokenizer = place.with_name("tokenizer.json")
         has_tokenizer = kind == "random" and tokenizer.is_file()
         return ModelFiles(path=_displayed([place]), tokenizer=_displayed([tokenizer] * has_tokenizer), **common)
@@ -88,6 +91,7 @@ def model_files(config: Config, model: str, place: Path | None, results: Results
 
 
 def _bytes(folder: Path, weights: Iterable[Path]) -> int:
+    # Memory and time follow from the weights as they are computed with, which is in 16 bits.
     packing = read_shape(folder).packing
     bits = packing.bits if packing else 16
     return sum(map(os.path.getsize, weights)) * 16 // bits

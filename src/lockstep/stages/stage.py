@@ -43,13 +43,14 @@ class Job:
     output: Path
     device: Mapping[str, str] | None = None
     threads: int | None = None
-    files: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    extra: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    files: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def backend(self) -> str | None:
         """Return the backend that builds or runs its engines; None without one."""
-        if self.device:  # whose name the config chose
+        # The wildcard is then the device's name, which the config chose.
+        if self.device:
             return self.device["backend"]
         return self.names.get("backend")
 

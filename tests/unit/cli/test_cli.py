@@ -133,7 +133,7 @@ def test_an_unknown_target_names_the_config_that_has_the_others(
     Results(project / "results").checkpoint("demo-llama").touch()
     with pytest.raises(SystemExit):
         main(["bundle", TARGET], prog_name="lockstep")
-    assert f"of other (results/config.json), found {TARGET}, of an earlier run; run its" in capsys.readouterr().err
+    assert f"(results/config.json, models other), found {TARGET} of an earlier run; run its" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["explain", "other/fp32/all"], prog_name="lockstep")
     assert f"in {project}/config/config.yaml; --config names another; found 'other/fp32" in capsys.readouterr().err

@@ -104,7 +104,10 @@ def test_commands_say_so_before_any_work(lockstep, tmp_path):
     code, output = lockstep("bundle", "m/fp32/all", "--out", str(tmp_path))
     assert code == 2 and f"File '{tmp_path}' is a directory." in output
     code, output = lockstep("bundle", "m/fp32/all", "--out", "demo")
-    assert code == 2 and "--out: expected a name that ends in .tar, by which bundles are known, found demo" in output
+    assert (
+        code == 2
+        and "--out: expected a name that ends in .tar, by which commands recognise a bundle, found demo" in output
+    )
     code, output = lockstep("targets", "--config", str(tmp_path))
     assert code == 2 and output == (
         f"lockstep: error: {tmp_path}: expected a readable config file; found a folder; name the file in it\n"

@@ -302,8 +302,8 @@ def test_what_is_asked_of_verify_must_fit(signed: Path, keys: Callable) -> None:
         (line,) = done.stderr.splitlines()
         return line
 
-    assert "expected it with --signature" in said(str(signed), "--key", public)
-    assert "expected who may have signed" in said(str(signed), "--signature")
+    assert "expected --signature with it" in said(str(signed), "--key", public)
+    assert "expected a public key of who may have signed" in said(str(signed), "--signature")
     assert "expected a bundle, found none" in said("--signature", "--key", public)
     assert "expected models, bundles or certificates, found several" in said(str(signed), "demo-llama")
     assert "signed by key" in CliRunner().invoke(main, ["verify", str(signed), "--signature", "--key", public]).output
