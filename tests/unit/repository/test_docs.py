@@ -156,7 +156,8 @@ def test_workflows_for_ci_name_files_and_commands_that_are_there() -> None:
     for program, *words in steps:
         assert program in ("make", ".venv/bin/python", ".venv/bin/snakemake", ".venv/bin/lockstep")
         assert program != ".venv/bin/lockstep" or words[0] in lockstep.commands
-        assert all((REPOSITORY / word).is_file() for word in words if "/" in word), words
+        files = [word for word in words if "/" in word and not word.startswith("gpu/")]  # which the run makes
+        assert all((REPOSITORY / file).is_file() for file in files), words
     assert len(steps) == 7
 
 

@@ -104,7 +104,8 @@ def test_the_compose_file_names_what_is_there() -> None:
 
 
 def test_workflows_for_ci_run_what_this_one_runs() -> None:
-    """`.ci/demo` runs the commands of the one for a CPU; the files that the other names are there."""
+    """`.ci/demo` runs the commands of the one for a CPU. The other's config has the demo's model with other prompts,
+    which one lock cannot hold: it has a folder of its own."""
     script = (ROOT / ".ci" / "demo").read_text()
     commands = {}
     for path in (EXAMPLES / "ci").glob("*.yml"):
@@ -112,7 +113,4 @@ def test_workflows_for_ci_run_what_this_one_runs() -> None:
         commands[path.stem] = [step["run"] for step in job["steps"] if "run" in step]
     assert commands["cpu"][0] == commands["gpu"][0] == "make setup"
     assert all(command in script for command in commands["cpu"][1:]) and len(commands["cpu"]) == 3
-    files = [
-        word for command in commands["gpu"] for word in command.split() if "/" in word and not word.startswith(".")
-    ]
-    assert len(files) == 2 and all((ROOT / file).is_file() for file in files)
+    assert "--directory gpu " in commands["gpu"][2] and "--locks gpu/locks" in commands["gpu"][3]
