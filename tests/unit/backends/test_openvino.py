@@ -318,27 +318,34 @@ def test_activations_of_a_product_have_16_bits(tmp_path, bits, group):
             assert np.array_equal(multiplied(hidden[row : row + 1])[0], actual[row])
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("combine, factors", [("divide", 3.0), ("multiply", np.linspace(1, 2, 40, dtype=np.float32))])
-def test_a_product_that_is_scaled_keeps_its_weight_compressed(tmp_path, combine, factors):
-    """As of Gemma 2's soft cap, Granite's residuals, Cohere's logits."""
+def test_a_product_that_is_scaled_keeps_its_weight_compressed(tmp_path, combine, factors, has_bias):
+    """As of Gemma 2's soft cap, Granite's residuals, Cohere's logits; after a bias: OPT's queries."""
     random = np.random.default_rng(0)
     data = random.integers(0, 256, (40, 2, 16), np.uint8)
     scales = random.random((40, 2), np.float32)
     opset = openvino.opset13
     x = opset.parameter([-1, 32], np.float32)
     full = opset.parameter([40, 32], np.float32)
-    operands = [opset.matmul(x, full, False, True), opset.constant(np.float32(factors))]
+    biases = opset.parameter([40], np.float32)
+    product = opset.matmul(x, full, False, True)
+    if has_bias:
+        product = opset.add(product, biases)
+    operands = [product, opset.constant(np.float32(factors))]
     if combine == "multiply":
         operands.reverse()
     scaled = getattr(opset, combine)(*operands)
-    for value, name in ((x, "x"), (full, "full"), (scaled, "y")):
+    for value, name in ((x, "x"), (full, "full"), (biases, "b"), (scaled, "y")):
         value.output(0).set_names({name})
-    model = openvino.Model([scaled], [x, full])
-    slots = [IO_of("w.data", data), IO_of("w.scales", scales)]
-    compress(model, [Weight(*(ir.Value(name=slot.name) for slot in slots), 40, 32, 16, 8, "full")])
+    weights = {"w.data": data, "w.scales": scales}
+    if has_bias:
+        weights["b"] = random.standard_normal(40, np.float32)
+    model = openvino.Model([scaled], [x, full, *([biases] if has_bias else [])])
+    slots = [IO_of(*item) for item in weights.items()]
+    compress(model, [Weight(*(ir.Value(name=slot.name) for slot in slots[:2]), 40, 32, 16, 8, "full")])
     path = tmp_path / "product.ir.zip"
     path.write_bytes(to_bytes(model, tmp_path))
-    weights = {"w.data": data, "w.scales": scales}
     run = get_backend(BACKEND).load(path, slots, 1, False).bind(weights, {name: [name] for name in weights})
     nodes = run.compiled.get_runtime_model().get_ordered_ops()
     connected = [node for node in nodes if node.get_rt_info()["layerType"].astype(str) == "FullyConnected"]
@@ -346,7 +353,7 @@ def test_a_product_that_is_scaled_keeps_its_weight_compressed(tmp_path, combine,
     hidden = random.standard_normal((3, 32), np.float32)
     actual = np.empty((3, 40), np.float32)
     run.prepare({"x": hidden}, {"y": actual})()
-    exact = hidden @ dequantize(data, scales, 16).T
+    exact = hidden @ dequantize(data, scales, 16).T + weights.get("b", 0)
     expected = exact / factors if combine == "divide" else exact * factors
     error = np.abs(actual - expected).max() / np.abs(expected).max()
     assert 1e-4 < error < 2e-2  # activations have 8 bits

@@ -58,12 +58,22 @@ def compress(model: Any, weights: list[Weight]) -> None:
 def _with_output_factor(scales: Any, weight: Any) -> Any:
     """Return the scales with the constant by which outputs of the weight's product are multiplied or divided.
 
-    OpenVINO would multiply the whole weight by it: the weight would become float32, and activations stay unrounded.
+    OpenVINO would multiply the whole weight by it, also where a bias is added first: the weight would become float32,
+    and activations stay unrounded.
     """
     product = _only_reader(weight)
     if product is None or product.get_type_name() != "MatMul":
         return scales
+    num_outputs = scales.shape[0]
+    biased = product
     scaling = _only_reader(product)
+    biases = []
+    if scaling is not None and scaling.get_type_name() == "Add":
+        biases = [port for port in scaling.inputs() if list(port.get_partial_shape()) == [num_outputs]]
+        biased = scaling
+        scaling = _only_reader(biased)
+        if not biases:  # the sum with another tensor
+            return scales
     if scaling is None or scaling.get_type_name() not in ("Multiply", "Divide"):
         return scales
     operands = {node.get_type_name(): node for node in (value.get_node() for value in scaling.input_values())}
@@ -72,11 +82,12 @@ def _with_output_factor(scales: Any, weight: Any) -> Any:
     if constant is None or (scaling.get_type_name() == "Divide" and not is_divisor):
         return scales
     factors = constant.data.reshape(-1)  # one, or one for each output
-    num_outputs = scales.shape[0]
     if constant.data.shape not in ((), (1,), (1, 1), (num_outputs,), (1, num_outputs)):
         return scales
-    replace(scaling.output(0), product.output(0))
     combine = {"Multiply": _opset.multiply, "Divide": _opset.divide}[scaling.get_type_name()]
+    replace(scaling.output(0), biased.output(0))
+    for port in biases:
+        port.replace_source_output(combine(port.get_source_output(), factors).output(0))
     return combine(scales, factors[:, None, None])
 
 

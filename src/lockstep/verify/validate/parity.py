@@ -60,7 +60,12 @@ def where(entry: BlockErrors) -> str:
 
 
 def layer_errors(
-    graphs: Graphs, records: Pairs, tolerances: Tolerances, adapter_ids: np.ndarray | None = None, capacity: int = 0
+    graphs: Graphs,
+    records: Pairs,
+    tolerances: Tolerances,
+    adapter_ids: np.ndarray | None = None,
+    capacity: int = 0,
+    usual: Sequence[BlockErrors] = (),
 ) -> tuple[list[BlockErrors], tuple[int | None, str] | None]:
     """Return the errors of each layer, teacher-forced, and of the exit; and the first overflow of float16.
 
@@ -69,12 +74,14 @@ def layer_errors(
     (layer, line), None without one.
 
     All sequences run packed, as in a step; the last token is decoded too. adapter_ids: the adapter slot of each token,
-    with which torch was recorded; none by default. capacity: the least rows of caches.
+    with which torch was recorded; none by default. capacity: the least rows of caches. usual: errors of these layers on
+    more tokens, whose noise applies here too, as far as no cache changes it.
     """
     record = records[0][0]
     errors = list[BlockErrors]()
     pieces = Pieces()
     overflow = None
+    noises = [_noise_of_tokens(entry, tolerances) for entry in usual] or [{}] * (len(graphs.layers) + 1)
     mixer_layers = [layer.layer for layer in record.layers]
     if mixer_layers != graphs.assembly.layer_numbers[: len(mixer_layers)]:
         raise CheckError(f"expected token mixers in layers {graphs.assembly.layer_numbers}, found {mixer_layers}")
@@ -92,14 +99,14 @@ def layer_errors(
             layer = record.layers[stage.layer].layer
             variant = graphs.layers[stage.layer].variant
         if errors:
-            errors[-1] = replace(errors[-1], tensors=_measured(pieces, tolerances))
+            errors[-1] = replace(errors[-1], tensors=_measured(pieces, tolerances, noises[len(errors) - 1]))
         errors.append(BlockErrors(stage.graph, {}, layer, variant))
         pieces = Pieces()
         if stage.part == "exit":
             _add(pieces, run, {"logits": "logits"})
         if (line := run.overflow(graphs)) and overflow is None:
             overflow = layer, line
-    errors[-1] = replace(errors[-1], tensors=_measured(pieces, tolerances))
+    errors[-1] = replace(errors[-1], tensors=_measured(pieces, tolerances, noises[len(errors) - 1]))
     return errors, overflow
 
 
@@ -123,16 +130,30 @@ def _add(pieces: Pieces, run: StageRun, names: Mapping[str, str]) -> None:
         pieces.setdefault(key, []).append(tuple(rows))
 
 
-def _measured(pieces: Pieces, tolerances: Tolerances) -> dict[str, TensorError]:
-    """Return {"<phase>.<output>": errors}, in the order in which phases were added."""
+def _noise_of_tokens(entry: BlockErrors, tolerances: Tolerances) -> dict[str, Spread]:
+    """Return {output: noise in fp16} of a layer's first phase, of outputs whose noise no cache changes."""
+    noises: dict[str, Spread] = {}
+    for key, error in entry.tensors.items():
+        output = key.rpartition(".")[2]
+        if output in ("hidden", "key_out", "value_out"):
+            noises.setdefault(output, Spread(error.noise, error.rms_noise) * (1 / tolerances.rounding))
+    return noises
+
+
+def _measured(pieces: Pieces, tolerances: Tolerances, usual: Mapping[str, Spread]) -> dict[str, TensorError]:
+    """Return {"<phase>.<output>": errors}, in the order in which phases were added.
+
+    usual: noise of outputs in more rows.
+    """
     errors: dict[str, TensorError] = {}
-    # The first phase has all rows. Where the noise is larger there, its bound also applies to phases of fewer rows.
+    # The first phase has all rows. Where the noise is larger there, its bound also applies to phases of fewer rows: in
+    # three of them perhaps no activation of 8 bits was rounded to another integer.
     first_noise: dict[str, Spread] = {}
     for key, key_pieces in pieces.items():
         exact, actual, noisy = (np.concatenate(side) for side in zip(*key_pieces))
         noise = spread(exact, noisy)
         output = key.rpartition(".")[2]
-        first_noise.setdefault(output, noise)
+        first_noise.setdefault(output, noise | usual.get(output, NOTHING))
         errors[key] = beside_noise(key, exact, actual, noise | first_noise[output], tolerances)
     return errors
 
