@@ -115,7 +115,7 @@ def _backends() -> dict[str, dict[str, Any]]:
     by_backend = {}
     for name, settings in backends().items():
         lacking = {precision: reason for precision in settings.precisions if (reason := settings.lacks_here(precision))}
-        # Engines of a library that is not installed cannot run either, so one reason stands for both.
+        # Engines of a library that is not installed cannot run either: both have the same reason.
         not_built = settings.missing() or settings.cannot_build()
         by_backend[name] = {
             "precisions": [precision for precision in settings.precisions if precision not in lacking],

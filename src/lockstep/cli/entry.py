@@ -16,7 +16,7 @@ def main() -> None:
     _open_closed_streams()
     with guard():
         from lockstep.cli.main import main as command
-    # The group has a guard of its own. The name is for `python -m lockstep`, which click would call "__main__.py".
+    # `GuardedGroup` has its guard. The name is for `python -m lockstep`, which click would call "__main__.py".
     command(prog_name="lockstep")
 
 

@@ -61,7 +61,7 @@ def seconds_by_stage(config: Config, model: str, parameters: int, num_layers: in
         billions = parameters / 1e9
         if layers != "all":
             billions *= min(1.0, int(layers) / num_layers)
-        # The measured costs are a CPU's: on a GPU the time that depends on the model's size is small beside the rest.
+        # The measured costs are a CPU's; on a GPU the part that grows with the model is small.
         if on_gpu:
             billions = 0.0
         time = cost.base + billions * (cost.parameters + cost.tokens * length)

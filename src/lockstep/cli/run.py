@@ -49,7 +49,7 @@ def run(cores: str, arguments: tuple[str, ...]) -> None:
     _prepare_environment()
     # -P: with -m alone Python looks for modules in this folder first, and a types.py of the user's would be imported.
     command = [sys.executable, "-P", "-m", "snakemake", *named, "--snakefile", str(snakefile), "--cores", cores]
-    # In place of this process, so that signals and the exit code are Snakemake's. What is buffered would be lost.
+    # In place of this process, so that signals and the exit code are Snakemake's. Python's buffer would be lost.
     sys.stdout.flush()
     os.execv(sys.executable, [*command, *options])
 
@@ -94,7 +94,7 @@ def _prepare_environment() -> None:
 def split_arguments(arguments: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
     """Return the config, the first argument, and Snakemake's options. Raises InputError for a checkpoint instead."""
     first, *following = arguments or ("",)
-    # A name below results/ is an output that is asked for: `lockstep run results/summary.json`.
+    # A name below results/ is an output to make: `lockstep run results/summary.json`.
     if first.endswith(_SUFFIXES) and Path(first).parts[:1] != ("results",):
         return first, tuple(following)
     if first.startswith("hf:") or first.endswith(".gguf") or (first and (Path(first) / "config.json").is_file()):

@@ -21,7 +21,7 @@ __all__ = ["STAGES", "Job", "Stage", "jobs"]
 def _in_order() -> dict[str, Stage]:
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
-    # By name: one stage's file may import another's, and the order of jobs must not depend on who came first.
+    # Sorted: one stage's file may import another's, and the order of jobs must not depend on who came first.
     stages = {kind.name: kind() for kind in sorted(Stage.classes, key=lambda kind: kind.name)}
     ordered: dict[str, Stage] = {}
 
