@@ -77,6 +77,7 @@ def not_installed(module: str, package: str, install: str) -> str | None:
     return f"the Python package {package} is not installed for this Python: {install}"
 
 
+# Cached, and first called while `types.py` is imported: the config's types list these names.
 @functools.cache
 def backends() -> Mapping[str, BackendSettings]:
     settings = {}

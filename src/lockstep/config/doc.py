@@ -93,7 +93,8 @@ first of the two that is a folder is taken; if neither is, the error names both.
 def schema() -> Schema:
     """Return the JSON schema of the config (draft 2020-12): keys, types and bounds, without rules across keys."""
     body = _closed(Config.model_json_schema())
-    names = {"enum": list(backends())}  # and devices, where there are some
+    # An editor completes backends' names; where the config has devices, whose names are the user's, it cannot.
+    names = {"enum": list(backends())}
     model = {"properties": {"backends": {"items": names}, "backend_precisions": {"propertyNames": names}}}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -161,10 +162,11 @@ def _closed(node: Any) -> Any:
     for key, value in node.items():
         if key in ("properties", "$defs"):
             closed[key] = {name: _closed(item) for name, item in value.items()}
-        elif key not in ("title", "default"):
+        # The keys of a default value are the config's own, too.
+        elif key == "default":
+            closed[key] = value
+        elif key != "title":
             closed[key] = _closed(value)
-    if "default" in node:
-        closed["default"] = node["default"]
     if isinstance(node.get("description"), str):
         closed["description"] = " ".join(node["description"].split())
     if "patternProperties" in closed:

@@ -33,6 +33,7 @@ def read_document(path: str | os.PathLike) -> Any:
         data = path.read_bytes()
     except OSError as error:
         raise InputError(f"{path}: expected a readable config file; {_unreadable(path, error)}") from None
+    # "-sig": editors on Windows put a byte order mark before the text.
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -70,6 +71,7 @@ def check_config(path: str | os.PathLike) -> None:
 
 def check_arguments(arguments: Sequence[str]) -> None:
     """Check the config files of a Snakemake command line. A mistake ends the process with one line and exit code 2."""
+    # The other arguments are Snakemake's: --help is, and so is an abbreviation, which might be of another option.
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     parser.add_argument("--configfile", "--configfiles", nargs="+", default=[])
     with guard():
@@ -125,6 +127,7 @@ def _problem(error: yaml.MarkedYAMLError) -> str:
     return f"found a mistake: {problem}"
 
 
+# A text that YAML may read as something else. 40 characters hold any number that is meant.
 _PLAIN = r"[-+]?[0-9][0-9.eE+-]{0,40}|true|false|null"
 
 
@@ -137,7 +140,7 @@ class _StrictLoader(yaml.SafeLoader):
         if isinstance(node, yaml.MappingNode):  # PyYAML itself rejects other nodes, below
             pairs = node.value
         for key_node, _ in pairs:
-            # << and = have no value
+            # The keys << and = have no value that could be constructed.
             if key_node.tag in ("tag:yaml.org,2002:merge", "tag:yaml.org,2002:value"):
                 key = key_node.value
             else:

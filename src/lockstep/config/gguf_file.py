@@ -17,12 +17,12 @@ from lockstep.errors import InputError
 
 SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
-_VERSIONS = (2, 3)
-_ALIGNMENT = 32
+_VERSIONS = (2, 3)  # version 1 counts in 32 bits; a big-endian file shows as one of millions
+_ALIGNMENT = 32  # the format's, where the file says none
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING = 8
 _ARRAY = 9
-_MAX_DIMENSIONS = 4
+_MAX_DIMENSIONS = 4  # ggml's: more in a file are damage
 # (names, values in words, whether a value is one) for the keys that are read here, as the format's page has them; the
 # first row whose names match counts.
 _TYPES: tuple[tuple[re.Pattern[str], str, Any], ...] = (
@@ -90,6 +90,7 @@ def read_gguf(path: Path, arrays: bool = True) -> GgufFile:
     try:
         with open(path, "rb") as file:
             magic = file.read(len(_MAGIC))
+            # Before it is mapped: an empty file cannot be.
             if magic != _MAGIC:
                 raise InputError(f"expected a GGUF file, which opens with {_MAGIC!r}, at {path}; found {magic!r}")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -149,6 +150,7 @@ class _Reader:
 
     def _string(self) -> str:
         length = self._take("Q")
+        # A slice beyond the end would be short without an error.
         if self.at + length > len(self.data):
             raise struct.error
         self.at += length
@@ -169,7 +171,8 @@ class _Reader:
             if self.at + size > len(self.data):
                 raise struct.error
             self.at += size
-            if not self.arrays:  # a vocabulary takes seconds to unpack
+            # A vocabulary takes seconds to unpack.
+            if not self.arrays:
                 return None
             return list(struct.unpack_from(f"<{count}{_SCALARS[element]}", self.data, self.at - size))
         if element != _STRING:
@@ -186,5 +189,6 @@ class _Reader:
         dimensions = self._take("I")
         if dimensions > _MAX_DIMENSIONS:
             raise self._refused("a GGUF file", f"a tensor {name!r} of {dimensions} dimensions")
+        # ggml names the contiguous dimension first.
         shape = tuple(reversed([self._take("Q") for _ in range(dimensions)]))
         return name, shape, self._take("I"), self._take("Q")

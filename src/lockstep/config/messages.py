@@ -119,6 +119,7 @@ def describe(value: Any) -> str:
         return "a set"
     if isinstance(value, dict):
         return "a mapping"
+    # Python refuses to print integers of more than 4,300 digits.
     if isinstance(value, int) and value.bit_length() > 128:
         return "a very large integer"
     if isinstance(value, (str, int, float)):

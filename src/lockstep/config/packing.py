@@ -165,12 +165,14 @@ def _gptq(settings: Mapping[str, Any]) -> Packing:
     layout = settings.get("checkpoint_format") or settings.get("format") or "gptq"
     if layout not in ("gptq", "gptq_v2"):
         raise ValidationError(f"{KEY}.checkpoint_format", "gptq or gptq_v2", layout)
+    # Marlin's kernels read the words in another order.
     if settings.get("is_marlin_format"):
         raise ValidationError(f"{KEY}.is_marlin_format", "false", settings["is_marlin_format"])
     symmetric = settings.get("sym", True)
     if type(symmetric) is not bool:
         raise ValidationError(f"{KEY}.sym", "true or false", symmetric)
     size = _group_size(settings, "")
+    # With one scale a row, or groups that were formed before the columns were sorted, their order does not matter.
     ordered = settings.get("desc_act") is True and size is not None and settings.get("static_groups") is not True
     packing = Packing(layout, _bits(settings, "bits"), size, not symmetric, ordered)
     # gptq and gptq_v2 differ in their zero points alone, by which a file of one cannot be told from the other's.
@@ -218,6 +220,7 @@ def _modelopt(settings: Mapping[str, Any]) -> Packing:
 
 
 def _bitsandbytes(settings: Mapping[str, Any]) -> Packing:
+    # transformers keeps the flag in an attribute with an underscore, and files have either name.
     if settings.get("load_in_4bit", settings.get("_load_in_4bit")):
         return Packing("bnb4", 4)
     if settings.get("load_in_8bit", settings.get("_load_in_8bit")):
@@ -246,6 +249,7 @@ def _awq(settings: Mapping[str, Any]) -> Packing:
 
 
 def _compressed(settings: Mapping[str, Any]) -> Packing:
+    # Weights and activations are rotated, and no graph here has the operations that take it back.
     if settings.get("transform_config"):
         raise ValidationError(f"{KEY}.transform_config", "none", settings["transform_config"])
     sparsity = settings.get("sparsity_config") or {}
@@ -288,6 +292,7 @@ def _compressed_group(settings: Mapping[str, Any], name: str, group: Any) -> Pac
         "type": ("int", None),
         "symmetric": (True, False, None),
         "dynamic": (False, None),
+        # "group" has groups of columns that lie apart.
         "actorder": (None, False, "weight", "static"),
     }
     for key, choices in allowed.items():
@@ -330,6 +335,7 @@ def _bits(settings: Mapping[str, Any], key: str, where: str = "") -> int:
 
 
 def _group_size(settings: Mapping[str, Any], where: str) -> int | None:
+    # AutoAWQ's own name for it is the second. -1 is one scale a row.
     size = settings.get("group_size", settings.get("q_group_size"))
     if size == -1 and type(size) is int:
         return None

@@ -105,6 +105,7 @@ class Config(Section):
         problems += device_problems(self.devices)
         problems += endpoint_problems(self.endpoints, self.models)
         for name, model in self.models.items():
+            # The other checks ask backends for their settings.
             unknown = list(unknown_backends(name, model, self.devices))
             if unknown:
                 problems += unknown
@@ -244,7 +245,7 @@ class Config(Section):
         return self.why_not_run(target) is None
 
     def why_not_run(self, target: Target) -> str | None:
-        return self.why_not_built(target) or self.cannot_run(target.backend)
+        return self._lacking(target.precision, target.backend) or self.cannot_run(target.backend)
 
     def reference_terms(self, model: str) -> dict[str, Any]:
         """Return the parameters of a model's reference, as plain JSON: prompts, and how many tokens follow them."""
@@ -327,6 +328,7 @@ class Config(Section):
         if text.count("/") == 3:  # a whole name: the same target on another backend is nearer than another model
             same_target = text.rpartition("/")[0] + "/"
             guess = nearest(text, [name for name in by_name if name.startswith(same_target)])
+        # After a list with commas the guess stands apart.
         guess = (guess or nearest(text, by_name)).replace(",", ";", 1)
         raise InputError(f"target: expected one of {expected}; found {describe(text)}{guess}")
 
@@ -389,6 +391,8 @@ class Config(Section):
 
     def dump(self) -> dict[str, Any]:
         """Return the config in plain JSON types with all defaults, but without the cache: `load` gives it again."""
+        # The cache is this machine's and changes no artefact. Keys that came later are left out where they are empty,
+        # so that results/config.json of older configs keeps its bytes.
         excluded = {"cache", *(name for name in ("devices", "endpoints") if not getattr(self, name))}
         return self.model_dump(mode="json", exclude=excluded)
 

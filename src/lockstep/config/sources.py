@@ -90,6 +90,7 @@ def parse_source(text: str) -> FolderSource | GgufSource | HubSource | RandomSou
     """Return the source that the config names. Raises SourceError for an invalid one of the hub or random one."""
     if text.startswith(HUB_PREFIX):
         repository, at, revision = text.removeprefix(HUB_PREFIX).partition("@")
+        # The hub allows none of these three in a name; "--" separates names in its cache's folders.
         fits = _REPOSITORY_ID.fullmatch(repository) and not re.search(r"\.\.|--|\.git$", repository)
         if not fits or (at and not (_REVISION.fullmatch(revision) and ".." not in revision)):
             raise SourceError("hf:org/name or hf:org/name@revision (a branch, a tag or a commit)", text)
@@ -272,8 +273,10 @@ def read_shape(path: Path) -> CheckpointShape:
     if depth is None:
         raise InputError(f"expected num_hidden_layers in {path}; found none")
     packing = packing_of(value)
+    # Weights that are dequantised are then like any others: every precision and group size is open to them.
     if packing is not None and not packing.stays:
         packing = None
+    # Beyond the first chunk, and beyond longrope's first length, one graph would not compute all positions alike.
     limits: list[tuple[int, str]] = []
     for part in model_config.parts(value):
         limits += model_config.first_chunk(part)
@@ -294,6 +297,7 @@ def read_shape(path: Path) -> CheckpointShape:
 def _gguf_shape(path: Path) -> CheckpointShape:
     file = gguf_file.read_gguf(path, arrays=False)
     sizes: dict[str, int] = {}
+    # llama.cpp writes them for every architecture.
     for name in ("block_count", "context_length", "embedding_length"):
         key = f"{file.architecture}.{name}"
         size = file.metadata.get(key)
