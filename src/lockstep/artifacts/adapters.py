@@ -164,4 +164,4 @@ class AdaptersManifest(Document):
 
     def folder_of(self, path: Path, name: str) -> Path:
         """Return the folder of an adapter. path: of this manifest."""
-        return Path(path).parent / self.adapters[name].folder
+        return path.parent / self.adapters[name].folder

@@ -152,6 +152,7 @@ def _check_variant(where: str, variant: AttentionVariant, dtype: str) -> None:
             "key_out": [tokens, kv_heads, dim],
             "value_out": [tokens, kv_heads, value_dim],
         }
+        # A graph without one of the inputs does not read it; without an output the cache would have nothing to store.
         signature = variant.phases()[phase].signature
         _require_unique_names(f"{where}.{phase}", signature)
         _expect(f"{where}.{phase}.outputs", sorted(io.name for io in signature.outputs), sorted(outputs))
@@ -163,6 +164,7 @@ def _check_variant(where: str, variant: AttentionVariant, dtype: str) -> None:
 
 def _check_tensor_parallel(assembly: Assembly, ranks: TensorParallel) -> None:
     place = "tensor_parallel"
+    # All but the embedding, whose rows each rank looks up for itself.
     _expect(f"{place}.classes", sorted(ranks.classes), sorted(assembly.classes.keys() - {assembly.embedding.graph}))
     _expect(f"{place}.kinds", sorted(ranks.variants), sorted(assembly.variants))
     for name, sharded_variant in ranks.variants.items():

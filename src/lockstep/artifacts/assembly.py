@@ -126,6 +126,7 @@ class Assembly(Document):
 
     def first_layers(self, count: int) -> tuple[Layer, ...]:
         """Return the entries of the first `count` decoder layers."""
+        # Decoder layers without a mixer have no entry: their exits are the `later_exits` of the entry before.
         return tuple(
             replace(layer, later_exits=layer.later_exits[: count - number - 1])
             for layer, number in zip(self.layers, self.layer_numbers)
@@ -134,7 +135,8 @@ class Assembly(Document):
 
     def exit_of(self, layers: Sequence[Layer]) -> BoundBlock:
         """Return the exit after the last of `layers`, which are whole decoder layers."""
-        return layers[-1].exits[-1]  # it has one: `validate_assembly` has checked
+        # A decoder layer that goes on with another mixer has its exit there, and `validate_assembly` asks for the last.
+        return layers[-1].exits[-1]
 
     @property
     def mixers(self) -> dict[str, TokenMixer]:

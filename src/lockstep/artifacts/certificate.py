@@ -86,6 +86,7 @@ class Certificate(Document):
         """Return in words what stays the same where requests run at once."""
         if not self.company:
             return "not tried"
+        # Equal log-probabilities are as near to equal bits as an endpoint shows.
         if all(bits == count for count, bits, _ in self.company.values()):
             return "bits hold"
         if all(tokens == count for count, _, tokens in self.company.values()):

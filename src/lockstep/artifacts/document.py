@@ -61,6 +61,7 @@ class ValidationError(InputError):
 
 
 def _shown(value: Any) -> str:
+    # The line goes to terminals and logs: no control characters of an untrusted file, whatever the encoding.
     try:
         return ascii(value)
     except RecursionError:
@@ -185,7 +186,7 @@ def reader(kind: Any) -> Read:
 
 
 def _checks_bound(kind: Any) -> bool:
-    """Return whether `_reader` of a type checks its bound itself: its words then stand in for those of the type."""
+    """Return whether `_reader` of a type checks its bound itself, and says the bound's words for a wrong type too."""
     origin = get_origin(kind)
     arguments = get_args(kind)
     return (kind in _WORDS and kind is not float) or origin is Sequence or (origin is tuple and Ellipsis in arguments)
@@ -391,6 +392,7 @@ def _object_reader(kind: type) -> Read:
                     values[name] = read_item(value[key])
         except ValidationError as error:
             raise error.inside(key) from None
+        # A dataclass whose fields stand among these, of which it takes its own.
         for name, read_item in inner:
             values[name] = read_item(value)
         for name in other_names:
@@ -423,6 +425,7 @@ def _is_json(kind: Any) -> bool:
 
 def _json(value: Any) -> Any:
     """Return the JSON of a field's value."""
+    # Before sequences, of which a str is one.
     if isinstance(value, (str, int, float)):
         return value
     if dataclasses.is_dataclass(value):

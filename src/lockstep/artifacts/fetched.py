@@ -73,6 +73,7 @@ def write_fetched(manifest: Path, source: str, sha256: Mapping[str, str], **fiel
     files = []
     for name, digest in sorted(sha256.items()):
         files.append(StoredFile(f"{FOLDER}/{name}", (folder / name).stat().st_size, digest))
-    remove_leftovers(manifest)  # of fetches that were killed
+    # Of fetches that were killed. The manifest comes last: without it the files are no checkpoint.
+    remove_leftovers(manifest)
     Fetched(source, tuple(files), **fields).save(manifest)
     return manifest

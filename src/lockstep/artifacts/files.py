@@ -62,7 +62,8 @@ def check_place(path: Path) -> None:
         raise InputError(
             f"{path}: expected to write a file here, found a folder; remove or rename it, or choose another place"
         )
-    if path.is_char_device() or path.is_block_device():  # renaming would replace it by a file: a root's /dev/null
+    # Renaming would replace it by a file: with root's rights, even /dev/null.
+    if path.is_char_device() or path.is_block_device():
         raise InputError(f"{path}: expected to write a file here, found a device; choose another place")
     above = next((folder for folder in path.parents if folder.exists()), None)
     if above is not None and not above.is_dir():

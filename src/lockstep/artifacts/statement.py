@@ -113,9 +113,10 @@ class Statement:
             # The digest is compared with all else: whatever these fields do not hold would not be written back.
             is_whole = statement.to_json() == value
         except (LookupError, TypeError, AttributeError, ValueError):
+            # The usual mistake is a manifest in the statement's place: it is named, not quoted.
             actual = value
             if isinstance(value, dict):
-                actual = value.get("format") or value  # a manifest of Lockstep is named, not quoted
+                actual = value.get("format") or value
             raise ValidationError("", "an in-toto statement of a build", actual) from None
         if not is_whole:
             raise ValidationError(DIGEST, "the digest of what the statement says", "another: the file is damaged")
@@ -188,6 +189,7 @@ def _packages(key: BuildKey) -> Iterator[dict[str, Any]]:
     for name, _, url in package_urls(key.environment):
         yield {"name": name, "uri": url}
     for name, version, url in libraries(key):
+        # OpenVINO is a package and the backend's library, and is listed once.
         if (name, version) not in key.environment.items():
             yield {"name": name, "uri": url, "annotations": {"of": "backend"}}
 

@@ -61,6 +61,7 @@ class WeightsManifest(Document):
         }
         return cls(precision, tuple(files), numbered, group_size)
 
+    # Made when it is first asked for, and once: mixtures of experts have tens of thousands of tensors.
     @cached_property
     def tensors(self) -> Mapping[str, TensorPlace]:
         return {
@@ -77,7 +78,8 @@ class WeightsManifest(Document):
         if self.group_size == ROW and not is_fp8(self.precision):
             raise ValidationError("group_size", f"numbers that share a scale in {self.precision}", self.group_size)
         paths = [file.path for file in self.files]
-        if len(set(paths)) < len(paths):  # each is mapped whole
+        # Readers map each file whole, by its path.
+        if len(set(paths)) < len(paths):
             raise ValidationError("files", "each file once", next(path for path in paths if paths.count(path) > 1))
 
     def moved(self, new_path: Callable[[str], str]) -> WeightsManifest:
