@@ -118,7 +118,7 @@ def imports(path: Path, with_types: bool = False) -> frozenset[str]:
     for module, block, line, plain in _IMPORT.findall(text):
         imported = list(_imported_names(block or line or plain))
         if module:
-            # `b` of `from a import b` may be a module or not: `file_of` finds no file for other names.
+            # `b` of `from a import b` may be a module: `file_of` finds no file for other names.
             imported = [module, *(f"{module}.{name}" for name in imported)]
         names.update(imported)
     for quoted in _QUOTED_MODULE.findall(text):

@@ -108,6 +108,7 @@ class Lock(JsonObject):
     def compare(self, where: Place, items: Items) -> Comparison:
         """Compare an artefact with the entry of its place. Every comparison with a lock is this one."""
         locked = self.entries.get(where)
+        # Not locked and equal are two answers: a new artefact is no difference, but a locked run must not use it.
         if locked is None:
             return Comparison(False)
         return Comparison(True, tuple(changes(without_origin(locked), without_origin(items))))
@@ -176,7 +177,8 @@ def collect(results: Path, model: str) -> Lock:
 
 
 def config_of(results: Path) -> Config:
-    from lockstep.config.load import load  # loads pydantic, which verify must not need
+    # It loads pydantic, which `lockstep verify` must not need.
+    from lockstep.config.load import load
 
     path = Results(results).config()
     return load(read_json(path), where=str(path))
@@ -202,7 +204,8 @@ def made_with(key: BuildKey) -> Items:
         causes["options"] = key.options
     if backend := {name: value for name, value in (key.backend or {}).items() if name not in _DEVICE}:
         causes["backend"] = backend
-    return json.loads(dump_json(causes))  # with the types that a lock from a file has
+    # With the types that a lock from a file has: a tuple is a list there, and would differ from it.
+    return json.loads(dump_json(causes))
 
 
 def parameters_place(stage: str, names: Mapping[str, Any]) -> Place:
@@ -221,6 +224,7 @@ def _numbered(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _numbered(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
+        # Zeros before a number: keys are sorted as texts, and stay in the order of the list.
         return {f"{number:03d}": _numbered(item) for number, item in enumerate(value)}
     return value
 

@@ -83,11 +83,13 @@ def check_project(lock_file: Path, jobs: Sequence[Job], checkpoint: Sequence[Pat
             continue
         entries = entries_at(job.output)
         for entry in entries:
-            if entry.where not in lock.entries:  # to make it again would not help
+            # To make it again, as a difference advises below, would not help.
+            if entry.where not in lock.entries:
                 refuse(f"{job}: {entry.where} is not in the lock", lock_file)
         if line := _result_difference(job, lock, entries):
             advice = f"make it again without locked: lockstep run -- --forcerun {job.stage} -- {job.output}"
-            if _is_source(job):  # without the lock a fetch would stay at the commit of its output
+            # Made again without the lock, a fetch would stay at the commit of its output.
+            if _is_source(job):
                 advice = f"delete {job.output.parent} and run again"
             raise CheckError(f"{line}, which is not what {lock_file} says; {advice}")
 

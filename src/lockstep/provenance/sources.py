@@ -86,7 +86,8 @@ def _changed_source(job: Job, sources: Sources) -> Iterator[str]:
         return
     checkpoint = folder_of(job.output)
     tokenizer = place.with_name("tokenizer.json")
-    if _json(place) != _json(checkpoint / "config.json"):  # as JSON: the copy is written in canonical form
+    # As JSON: the copy is written in canonical form.
+    if _json(place) != _json(checkpoint / "config.json"):
         yield f"{place} changed"
     if tokenizer.is_file():
         copy = checkpoint / tokenizer.name

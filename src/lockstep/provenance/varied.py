@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from lockstep.backends.cpu import THREADS_VARIABLE
 
+# Spaces and letters beyond ASCII in paths, offsets of no whole hours, a locale whose small I is another letter, dates
+# before and after those of all files, a home that nobody can write to, hash seeds at both ends.
 _FOLDERS = ("a", "a folder/with ü", "deeper/and/deeper/than/the/others")
 _VARIABLES = {
     "TZ": ("UTC", "Asia/Kathmandu", "America/St_Johns"),

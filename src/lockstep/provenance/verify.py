@@ -64,7 +64,8 @@ def verify(
     present = [config] if os.path.lexists(config) else []
     findings = _files(results, sorted(results.glob(f"*{SUFFIX}")), present, deep)
     for folder in folders:
-        linked = Path(os.path.realpath(folder))  # paths in its manifests are relative to the real folder
+        # Paths in its manifests are relative to the real folder.
+        linked = Path(os.path.realpath(folder))
         findings += _files(results, statement_paths(linked), list(_walk(linked)), deep)
         if folder.name in locks:
             findings += _locked(folder, locks[folder.name])
@@ -84,6 +85,7 @@ def _files(results: Path, stated: list[Path], present: list[Path], deep: bool) -
             findings.append(Finding(SAME, _name(path, results)))
         except LockstepError as error:
             findings.append(Finding(DIFFERENT, _name(path, results), _reason(error)))
+    # Threads, for hashlib releases the interpreter lock.
     with ThreadPoolExecutor(THREADS) as pool:
         findings += pool.map(lambda item: _compare(Path(item[0]), item[1], results, deep), sorted(expected.items()))
     named = {*expected, *map(os.path.normpath, stated)}

@@ -67,6 +67,7 @@ def convert(checkpoint_json: Path, precision: str, out_json: Path, assembly_json
     is_as_stored = all(source.tensors[name].dtype == dtype for name, dtype in dtypes.items())
     if quantized is None and not source.packed and is_as_stored:
         # All floats have their dtype already: the manifest points to the checkpoint's files.
+        # Asked before the manifest is replaced, which says that the file is ours.
         stale = [path for path in stale_files(out, ()) if path.name == WEIGHTS]
         _check_finite(source)
         pointers = _pointers(source, source.tensors, out)
@@ -79,7 +80,8 @@ def convert(checkpoint_json: Path, precision: str, out_json: Path, assembly_json
 
             def before_replaced() -> None:
                 stack.enter_context(replacing(out, (WEIGHTS,)))
-                out.unlink(missing_ok=True)  # a kill must not leave it next to weights that it does not describe
+                # A kill must not leave the old manifest next to weights that it does not describe.
+                out.unlink(missing_ok=True)
 
             pointers = _pointers(source, source.unchanged_parts(quantized), out)
             file, tensors = write_cast(source, dtypes, out.with_name(WEIGHTS), before_replaced, quantized)

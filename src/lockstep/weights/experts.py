@@ -56,6 +56,7 @@ class WeightInputs:
                 for number, name in enumerate(inputs):
                     bound[name] = names[number * per_expert : (number + 1) * per_expert]
                 continue
+            # A single tensor stays a view of the file; several, of many experts each, are joined.
             stack = slot_array(weights, names, shape)
             tensor = names[0] if len(names) == 1 else None
             for number, name in enumerate(inputs):

@@ -76,7 +76,8 @@ class Weights:
         check_stored(manifest.files, manifest_path.parent, "convert the checkpoint again")
         maps = {}
         for name, path in paths.items():
-            with open(path, "rb") as file:  # the array keeps the map alive
+            # The array keeps the map alive, and the map the file.
+            with open(path, "rb") as file:
                 maps[name] = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
         for name, info in manifest.tensors.items():
             _check_place(manifest_path, name, info, maps[info.file].size)

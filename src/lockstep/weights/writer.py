@@ -97,6 +97,7 @@ def write_stream(
     """
     check_place(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Before minutes of writing; another program may still fill the disk meanwhile, which `disk_room` tells.
     free = shutil.disk_usage(path.parent).free
     if free < size:
         raise InputError(
@@ -107,7 +108,9 @@ def write_stream(
     with disk_room(f"{path}: expected {size} bytes free for the {what} weights"), atomic_path(path) as temporary:
         with open(temporary, "wb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
             for data in contents:
-                hashed = pool.submit(digest.update, data)  # hashlib releases the interpreter lock
+                # hashlib releases the interpreter lock, so a piece is hashed while it is written. Both must be done
+                # before the next, which is in the same buffer.
+                hashed = pool.submit(digest.update, data)
                 _write_all(file, data)
                 hashed.result()
         before_rename()
@@ -144,6 +147,7 @@ def _entries(
 
 def layout(stored: Mapping[str, Stored], file: str) -> tuple[bytes, dict[str, TensorPlace]]:
     """Return the opening bytes of `file` and its tensors, in the order of the safetensors library."""
+    # As transformers writes it: its version 4 refuses a file without.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     # The largest types first, as the library does: then each tensor is aligned to its elements.
@@ -153,6 +157,7 @@ def layout(stored: Mapping[str, Stored], file: str) -> tuple[bytes, dict[str, Te
         end = begin + entry.length
         header[name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    # Spaces, as the library pads: the first tensor begins at a multiple of eight.
     text += b" " * (-len(text) % 8)
     opening = len(text).to_bytes(8, "little") + text
     del header["__metadata__"]
