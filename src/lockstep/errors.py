@@ -25,7 +25,7 @@ ENDING = (signal.SIGTERM, signal.SIGHUP)
 # {error of the user's machine, not of this program: what to do}.
 _ENVIRONMENT_ERRNOS = dict.fromkeys(
     (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG, errno.EIO),
-    "free or make writable this place",
+    "free space or make the place writable",
 ) | {errno.ENAMETOOLONG: "take a shorter one"}
 
 
@@ -90,7 +90,8 @@ class Ended(KeyboardInterrupt):
 @contextlib.contextmanager
 def _ending_raises() -> Iterator[None]:
     """Raise Ended where a signal of `ENDING` would end this process; ignored (`nohup`) or handled ones stay so."""
-    if threading.current_thread() is not threading.main_thread():  # Python takes signals in the main thread only
+    # Python sets handlers, and takes signals, in the main thread only.
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     unhandled = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
@@ -169,6 +170,7 @@ def guard() -> Iterator[None]:
     A programming error keeps its traceback. An interrupt, SIGTERM and SIGHUP are one line too, after all cleanup; the
     exit code is 128 and the signal's number. Characters that stdout's encoding lacks are escaped.
     """
+    # Only this class can be told to escape; in a test or a notebook stdout may be another.
     if isinstance(sys.stdout, io.TextIOWrapper) and codecs.lookup(sys.stdout.encoding).name != "utf-8":
         sys.stdout.reconfigure(errors=_ESCAPES)
     try:

@@ -76,6 +76,7 @@ def backend_packages() -> Mapping[str, str]:
     for settings in _OWN_BACKENDS.glob("*/settings.py"):
         name = settings.parent.name
         packages[name] = f"lockstep.backends.{name}"
-    for name in packages:  # which stand in paths, and in the names of targets
+    # Their names are parts of paths, and of names of targets, which slashes separate.
+    for name in packages:
         assert re.fullmatch("[a-z][a-z0-9_]*", name), f"backends: expected small letters, digits and _, found {name!r}"
     return dict(sorted(packages.items()))

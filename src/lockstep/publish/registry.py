@@ -139,6 +139,7 @@ class Repository:
     def is_own_domain(self, place: str) -> bool:
         """Return whether a URL is of the registry's domain, to which its login goes: gitlab.com, auth.docker.io."""
         ours, theirs = (urllib.parse.urlsplit(url).hostname or "" for url in (self._base, place))
+        # The last two numbers of an address are no domain.
         is_name = not theirs.replace(".", "").isdecimal()
         return ours == theirs or (is_name and ours.split(".")[-2:] == theirs.split(".")[-2:] and "." in theirs)
 
@@ -148,6 +149,7 @@ class Repository:
             return False
         begun = self._call("POST", f"{self._path}/blobs/uploads/", data=b"")
         assert begun is not None
+        # OCI allows a path, a URL of another host (a store of blobs), and parameters of the registry's own in either.
         place = begun.headers["Location"] or "/"
         if place.startswith("/"):
             place = self._base + place
@@ -191,7 +193,8 @@ class Repository:
         data = self._manifest_data(name)
         if data is None:
             return None
-        return self._parse(Manifest, data, what), sha256_digest(data)  # of the bytes as sent, not of JSON
+        # The digest is of the bytes as sent: the same JSON may be written in other ways.
+        return self._parse(Manifest, data, what), sha256_digest(data)
 
     def get_referrers(self, digest: str) -> tuple[Descriptor, ...]:
         """Return the referrers of a manifest, by the API, or by the tag that registries without it use."""
@@ -247,13 +250,15 @@ class Repository:
         place = urllib.parse.urljoin(self._base, path)
         try:
             request = urllib.request.Request(place, data, dict(headers), method=method)
-            if self._authorization and self.is_own_domain(place):  # a redirection to another host must not have it
+            # A redirection to another host must not have it.
+            if self._authorization and self.is_own_domain(place):
                 request.add_unredirected_header("Authorization", self._authorization)
             return cast(HTTPResponse, self._opener.open(request, timeout=_TIMEOUT))
         except urllib.error.HTTPError as error:
             if error.code == 404 and accept_missing:
                 return None
-            if error.code == 401 and not is_second:  # registries say only now how to log in, and tokens expire
+            # Registries say only now how to log in, and tokens expire while gigabytes are sent.
+            if error.code == 401 and not is_second:
                 self._authorization = self._authorize(error.headers.get("WWW-Authenticate", ""))
                 return self._call(method, path, data, headers, accept_missing, is_second=True)
             remedy = "; run `docker login`" if error.code in (401, 403) else ""
@@ -280,6 +285,7 @@ class Repository:
         parameters = dict(re.findall(r'(\w+)="([^"]*)"', fields))
         realm = parameters.pop("realm", "")
         self._check_place(realm)
+        # A scope in the registry's challenge takes precedence.
         query = urllib.parse.urlencode({"scope": f"repository:{self.reference.repository}:pull,push"} | parameters)
         request = urllib.request.Request(f"{realm}?{query}")
         if basic and self.is_own_domain(realm):
@@ -316,6 +322,7 @@ class CheckedBlob:
             raise InputError(f"{expected} {self._read}: {error}; pull again") from None
         self._hash.update(data)
         self._read += len(data)
+        # Hashed to the end before the last bytes are given out, so that no reader ends with wrong ones.
         if data and self._read < self._blob.size:
             return data
         digest = f"sha256:{self._hash.hexdigest()}"

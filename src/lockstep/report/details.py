@@ -62,8 +62,9 @@ def read_details(
     reproduction = loaded(Reproduction.load, results.reproduction(*names))
     if reproduction and reproduction.engine_digest != digest:
         reproduction = None
+    # Next to the report of a failed check is the speed of earlier engines.
     speed = None
-    if golden.result == PASS:  # the file of a failed check has the speed of earlier engines
+    if golden.result == PASS:
         speed = loaded(SpeedReport.load, results.speed(*names))
     weights_bytes = None
     if weights:

@@ -38,7 +38,8 @@ def job_states(results: Results, targets: Sequence[Target], content: Callable[[P
     try:
         config = load(read_json(results.config()))
         planned = jobs(config, results.root, targets)
-    except (InputError, LookupError):  # targets that the config no longer has
+    # A summary may still have targets of a config that was changed since: then the page has no graph of jobs.
+    except (InputError, LookupError):
         return []
     return [JobState(job, _state(job, content), *_measured(results, job)) for job in planned]
 
@@ -64,6 +65,7 @@ def _state(job: Job, content: Callable[[Path], str]) -> str:
 
 def _measured(results: Results, job: Job) -> tuple[float | None, float | None]:
     """Return seconds and bytes of a job's benchmark file, as Snakemake writes it."""
+    # The order of folders in the rules' `benchmark` paths.
     names = [job.names[name] for name in ("model", "precision", "backend", "layers") if name in job.names]
     path = results.root.joinpath("benchmarks", job.stage, *names[:-1], f"{names[-1]}.tsv")
     try:

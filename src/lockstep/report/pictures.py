@@ -21,6 +21,7 @@ Worst = tuple[int | None, str, TensorError]  # the layer, a tensor's name, and i
 
 def model_charts(details_of: Mapping[Target, Details], jobs: Sequence[JobState]) -> list[Markup]:
     """Return the charts of one model: targets side by side, its jobs with their states, and where the time went."""
+    # Of equal keys the last stays, the target of most layers: one point for each precision and backend.
     deepest = {(target.precision, target.backend): target for target in sorted(details_of, key=_depth)}
     speeds: dict[str, list[Point]] = {}
     sizes: dict[str, list[Point]] = {}
@@ -70,7 +71,8 @@ def worst_of_layers(blocks: Sequence[BlockErrors]) -> list[Worst]:
 
 def _used_tolerance(entry: Worst) -> float:
     tensor = entry[2]
-    if tensor.relative_error is None:  # a NaN or infinity
+    # A NaN or infinity.
+    if tensor.relative_error is None:
         return float("inf")
     return tensor.relative_error / max(tensor.tolerance, 1e-30)
 

@@ -61,6 +61,7 @@ def advice(summary: Summary) -> list[str]:
         lines.append("Pass: engines compute what their weights say. The column quality shows what quantizing costs.")
     for model in dict.fromkeys(row.model for row in summary.targets):
         rows = [row for row in summary.targets if row.model == model]
+        # The first layers of a model alone answer nonsense, however fast.
         rows = [row for row in rows if row.layers == "all"] or rows
         passed = [row for row in rows if row.verdict == PASS]
         good = [row for row in passed if not _why_not_taken(row)] or passed
@@ -135,6 +136,7 @@ def reasons(rows: Iterable[SummaryRow]) -> list[tuple[str, str, str]]:
     for row in rows:
         if row.reason:
             grouped.setdefault((row.verdict, row.reason), []).append(row.target)
+    # "fail" sorts before "not run".
     return sorted((result, _in_words(targets), reason) for (result, reason), targets in grouped.items())
 
 

@@ -35,7 +35,8 @@ def main() -> None:
         command = sys.argv[1]
         try:
             answer = _answer(command, json.load(sys.stdin))
-        except ModuleNotFoundError as error:  # of a package that is not installed: the Snakefile has the remedy
+        # Of a package that is not installed: the Snakefile has the remedy.
+        except ModuleNotFoundError as error:
             print(error, file=sys.stderr)
             sys.exit(NOT_INSTALLED)
     json.dump(answer, sys.stdout)

@@ -63,6 +63,7 @@ def logged(snakemake: Any) -> Iterator[None]:
 
     A user's mistake becomes one line there and on the terminal, before Snakemake's lines, and so do a stage's notes.
     """
+    # Native libraries write to the descriptors themselves, so these are redirected, not Python's streams.
     terminal = os.dup(2)
     log = Path(snakemake.log[0])
     try:
@@ -72,7 +73,8 @@ def logged(snakemake: Any) -> Iterator[None]:
             with shown_on(terminal):
                 yield
     except SystemExit as error:
-        if error.code != 128 + signal.SIGINT:  # the run itself says one line of Ctrl-C for all jobs
+        # The run itself says one line of Ctrl-C for all jobs.
+        if error.code != 128 + signal.SIGINT:
             _tell(terminal, log, PREFIX, last=1)
         raise
     _tell(terminal, log, NOTE)

@@ -156,7 +156,7 @@ def test_help_onto_a_full_disk_is_one_line(arguments: list[str]) -> None:
         )
     assert ended.returncode == 2
     assert ended.stderr.splitlines() == [
-        "lockstep: error: No space left on device: free or make writable this place and run the same command again"
+        "lockstep: error: No space left on device: free space or make the place writable and run the same command again"
     ]
 
 

@@ -40,7 +40,7 @@ def test_a_full_disk_is_one_line_with_the_place(capsys):
     assert exit_info.value.code == 2
     assert capsys.readouterr().err == (
         "lockstep: error: No space left on device (engines/middle.engine): "
-        "free or make writable this place and run the same command again\n"
+        "free space or make the place writable and run the same command again\n"
     )
 
 
