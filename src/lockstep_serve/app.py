@@ -80,6 +80,7 @@ def _guarded(endpoint: Endpoint, access: Access, weights: WeightUpdates) -> Call
             check_access(request, keys, access.loopback_host)
             if request.method != "POST" or endpoint.path in _WITHOUT_MODEL:
                 return await endpoint.handler(request)
+            # It waits while weights are replaced, and an update waits until it is queued.
             async with weights.entered():
                 return await endpoint.handler(request)
         except StreamError as raised:
@@ -103,7 +104,8 @@ class _PathErrors:
         note(request.scope)
         message = f"{request.method} {request.url.path[:80]}: {error.detail}"
         response = self._response(request, BadRequest(message, None, error.status_code))
-        response.headers.update(error.headers or {})  # Allow, of 405
+        # A 405 says in Allow which methods the path has.
+        response.headers.update(error.headers or {})
         return response
 
     async def crashed(self, request: Request, error: Exception) -> Response:
@@ -207,6 +209,7 @@ class _Api:
     async def _load_adapter(self, request: Request) -> Any:
         body = await self._body(request, LoadAdapterBody)
         await self._service.adapters.load(body.lora_name, body.lora_path)
+        # vLLM's words, for which scripts look.
         return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.", media_type="text/plain")
 
     async def _unload_adapter(self, request: Request) -> Any:

@@ -83,6 +83,7 @@ def observed(app: ASGIApp, observers: Sequence[Observer]) -> ASGIApp:
         async def sent(message: Message) -> None:
             nonlocal status
             await send(message)
+            # After it was sent: a client that has gone before has no status.
             if message["type"] == "http.response.start":
                 status = message["status"]
 

@@ -76,17 +76,20 @@ def template_messages(value: Any) -> list[dict[str, Any]]:
         if role == "tool" and not _has_call(message, messages):
             log_once("a tool's result without its call, as in a trimmed chat, is passed to the chat template unchanged")
         turn = {name: entry for name, entry in message.items() if entry is not None}
-        if role == "developer":  # OpenAI's newer name for it, which templates do not know
+        # OpenAI's newer name for it, which templates do not know.
+        if role == "developer":
             turn["role"] = "system"
         if "tool_calls" in turn:
             turn["tool_calls"] = _tool_calls(turn["tool_calls"], f"{where}.tool_calls")
         if turn.get("tool_calls") and not turn.get("content"):
             reasoning = turn.get("reasoning_content") or turn.get("reasoning")
+            # The name in GPT-OSS's template.
             if reasoning:
-                turn["thinking"] = reasoning  # the name in GPT-OSS's template
+                turn["thinking"] = reasoning
         if "content" in turn or not turn.get("tool_calls"):
             turn["content"] = _content(turn.get("content"), f"{where}.content")
-        elif "content" in message:  # templates test `content is none`
+        # It was null: some templates test `content is none`.
+        elif "content" in message:
             turn["content"] = None
         messages.append(turn)
     return messages
@@ -139,6 +142,7 @@ def plain_messages(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mappin
             plain.append({"role": "assistant", "content": json.dumps(content, ensure_ascii=False)})
         else:
             plain.append(dict(message))
+    # Many templates take one system message, and only the first.
     if plain[0]["role"] == "system":
         return [{**plain[0], "content": f"{plain[0]['content']}\n\n{instructions}"}, *plain[1:]]
     return [{"role": "system", "content": instructions}, *plain]
@@ -165,6 +169,7 @@ def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
         return call
     arguments = function.get("arguments")
     if isinstance(arguments, str):
+        # Complete arguments are passed on unchanged; those of an answer that was cut are completed.
         try:
             if isinstance(json.loads(arguments), dict):
                 return call

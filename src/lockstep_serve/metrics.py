@@ -140,6 +140,7 @@ class _TokenTimes(Collector):
         for model, counts in self._counts.items():
             buckets = list(zip(bounds, accumulate(map(float, counts))))
             family.add_metric([model], buckets, self._sums[model])
+            # As prometheus_client's own histograms have it.
             family.add_sample(f"{self._name}_created", {"model_name": model}, self._created)
         yield family
 
@@ -194,7 +195,8 @@ class ModelMetrics:
     def token(self, now: float, prompt: PromptRequest) -> None:
         if prompt.last_token is None:
             self._ttft.observe(now - prompt.arrived)
-        elif len(prompt.choices) == 1:  # tokens of several choices come together
+        # Tokens of several choices come together: the time between two of them says nothing.
+        elif len(prompt.choices) == 1:
             self._itl.observe(self._model, now - prompt.last_token)
 
     def called(self, num_calls: int, num_malformed: int) -> None:

@@ -16,7 +16,7 @@ from lockstep_serve.stream import Stream, StreamError
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
+    (b"x-accel-buffering", b"no"),  # nginx would keep events until its buffer is full
 ]
 
 
@@ -59,6 +59,7 @@ class TokenResponse:
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         stream = self._stream
         try:
+            # Before the status is sent: the engine may still refuse the request.
             if stream is not None:
                 await stream.admission()
             if not self._in_chunks:
@@ -72,5 +73,6 @@ class TokenResponse:
 
 
 async def _disconnected(receive: Receive) -> None:
+    # Of a body that was not read to its end there may be more messages first.
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -82,6 +82,7 @@ def responses_chat(body: ResponsesBody) -> ChatBody:
     messages = _messages(body.input)
     if body.instructions is not None:
         messages = _with_instructions(body.instructions, messages)
+    # A chat refuses a choice without tools; a client sends "auto" also where all of its tools are left out here.
     choice = None
     if tools or body.tool_choice != "auto":
         choice = _choice(body.tool_choice)
@@ -109,6 +110,7 @@ def _warning(body: ResponsesBody) -> dict[str, str]:
     kinds = sorted({ascii(tool.get("type"))[:60] for tool in body.tools or () if tool.get("type") != "function"})
     if not kinds:
         return {}
+    # 512 characters are OpenAI's limit for a value of metadata.
     log_once("tools that are not functions, such as those of Codex CLI, are not shown to the model")
     return {"warning": f"tools of these types are left out, for this server runs none: {', '.join(kinds)}"[:512]}
 
@@ -148,6 +150,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
         elif kind == "message" and item.get("role") in _ROLES:
             message = {"role": item["role"], "content": item.get("content")}
+            # Reasoning came as an item before it.
             if item["role"] == "assistant" and _is_begun(messages) and "content" not in messages[-1]:
                 messages[-1] |= message
             else:

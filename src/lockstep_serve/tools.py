@@ -13,7 +13,7 @@ from lockstep_serve.log import log_once
 from lockstep_serve.tool_formats import FORMATS
 from lockstep_serve.tool_formats.base import ToolFormat
 
-_MAX_TOOLS = 128
+_MAX_TOOLS = 128  # as OpenAI's API has it
 _MAX_DEPTH = 32  # of a schema
 _MAX_CHARACTERS = 1 << 17  # of a schema
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
@@ -102,6 +102,7 @@ def _without_nulls(tool: Any, where: str) -> Any:
         return tool
     function = tool["function"]
     schema = function.get("parameters")
+    # Before all code that recurses over it.
     depth = _depth(schema)
     if depth > _MAX_DEPTH:
         raise BadRequest(f"{where}.function.parameters: expected up to {_MAX_DEPTH} levels, found {depth}", "tools")

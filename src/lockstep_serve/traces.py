@@ -56,7 +56,7 @@ class Traces:
         logger.propagate = False
         url = endpoint.rstrip("/").removesuffix(_PATH) + _PATH
         resource = Resource({"service.name": "lockstep", "service.version": lockstep.__version__})
-        # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES take precedence.
+        # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES take precedence. `close` ends it, with a limit of time.
         self._provider = TracerProvider(
             resource=resource.merge(OTELResourceDetector().detect()), shutdown_on_exit=False
         )

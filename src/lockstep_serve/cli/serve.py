@@ -21,7 +21,7 @@ from lockstep_serve.cli.serve_options import run_server
 from lockstep_serve.protocols import ProtocolPlugin, protocol_plugins
 from lockstep_serve.settings import EngineOptions, ServiceLimits
 
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}  # of 1,024, with or without the "i" of GiB
 
 
 class _Seconds(click.FloatRange):
@@ -29,6 +29,7 @@ class _Seconds(click.FloatRange):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         seconds = super().convert(value, param, ctx)
+        # click's range lets "inf" and "nan" pass.
         if not math.isfinite(seconds):
             self.fail(f"expected a finite number of seconds, found {value}", param, ctx)
         return seconds
@@ -243,7 +244,8 @@ def serve(
             opened_models = [stack.enter_context(runnable(name, weights, results)) for name in names]
             drafting = speculative(drafts, results)
             run_server(opened_models, SimpleNamespace(**options, results=results, speculative=drafting))
-    except KeyboardInterrupt as error:  # a server that is ready handles signals itself
+    # A server that is ready handles signals itself.
+    except KeyboardInterrupt as error:
         event = "interrupted"
         number = SIGINT.value
         if isinstance(error, Ended):
@@ -253,5 +255,6 @@ def serve(
         raise SystemExit(128 + number) from None
 
 
+# click reads a command's options from this list: those of plug-ins are not known above it.
 for _plugin in protocol_plugins():
     serve.params += _plugin.options

@@ -37,6 +37,7 @@ def _check_ranks(opened: Opened, num_ranks: int | None) -> None:
     """Raise InputError unless the graphs are split over as many ranks as requested."""
     from lockstep.artifacts.assembly import Assembly
 
+    # The graphs are cut into pieces when they are exported: their number is no choice of a server.
     degree = getattr(Assembly.load(opened.assembly).tensor_parallel, "degree", 1)
     if num_ranks not in (None, degree):
         raise InputError(
@@ -113,11 +114,12 @@ def run_server(opened_models: Sequence[Opened], options: SimpleNamespace) -> Non
     for other in opened_models[1:]:
         _check_engines(first, other)
         if other.adapters is not None:
-            raise InputError(f"{other.target}: expected no adapters of further models, found some; serve it first")
+            raise InputError(f"{other.target}: expected adapters of the first model only, found some; name it first")
     keys = read_api_keys(options.api_key_file)
     prefix = options.metrics_prefix
     if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", prefix):
         raise InputError(f"--metrics-prefix: expected letters, digits and _, found {prefix!r}")
+    # After the checks that load nothing: its process loads libraries while this one loads its own.
     with EngineProcess(first.target.backend) as engine:
         _serve(opened_models, names, keys, options, plugins, engine)
 
@@ -180,8 +182,8 @@ def _serve(
         for name, opened in zip(names, opened_models)
     ]
     observers = _observers(options, names[0])
-    service_options = ServiceOptions(models, engine_options, limits, options.metrics_prefix, adapter_root=root)
-    service_options = replace(service_options, weights_root=options.allow_weight_updates)
+    weights_root = options.allow_weight_updates
+    service_options = ServiceOptions(models, engine_options, limits, options.metrics_prefix, root, weights_root)
     service = Service(service_options, [observer.add for observer in observers], engine)
     if options.until_stdin_ends:
         threading.Thread(target=_end_with_stdin, daemon=True).start()
@@ -241,7 +243,8 @@ def _check_adapter_loading(opened: Opened) -> None:
 
 
 def _end_with_stdin() -> None:
-    with contextlib.suppress(OSError):  # stdin is closed
+    # OSError: it was closed before the server began.
+    with contextlib.suppress(OSError):
         while os.read(0, 1 << 12):
             pass
     os.kill(os.getpid(), signal.SIGTERM)
@@ -277,7 +280,8 @@ def read_api_keys(path: Path | None) -> list[str]:
         raise InputError(f"{path}: expected API keys, of visible ASCII, found bytes that are no UTF-8") from None
     for number, line in enumerate(map(str.strip, lines), start=1):
         if line and not line.startswith("#"):
-            if not re.fullmatch("[!-~]+", line):  # not the line itself: it is a secret
+            # The message does not quote the line: it is a secret.
+            if not re.fullmatch("[!-~]+", line):
                 actual = "white space in it" if len(line.split()) > 1 else "another character"
                 raise InputError(f"{path}: line {number}: expected one API key, of visible ASCII, found {actual}")
             keys.append(line)

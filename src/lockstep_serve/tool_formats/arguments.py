@@ -54,11 +54,13 @@ class _Resolver:
             return [{}]
         for keyword in ("anyOf", "oneOf"):
             alternatives = schema.get(keyword)
+            # The keywords next to it hold for each alternative.
             if isinstance(alternatives, list) and alternatives:
                 branches: list[Schema] = []
                 for alternative in alternatives:
                     branches += self.branches(_without(schema, keyword) | _as_dict(alternative), depth + 1)
                 return branches
+        # pydantic 1 writes a reference with a description as an allOf of one.
         parts = schema.get("allOf")
         if isinstance(parts, list) and len(parts) == 1 and isinstance(parts[0], Mapping):
             return self.branches({**parts[0], **_without(schema, "allOf")}, depth + 1)
@@ -131,6 +133,7 @@ def coerced(text: str, function: Schema, name: str) -> Any:
         if allowed is None:
             return value
         if _has_kind(value, allowed):
+            # 3.0 where an integer is expected.
             if isinstance(value, float) and "number" not in allowed:
                 return int(value)
             return value

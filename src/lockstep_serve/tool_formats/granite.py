@@ -11,6 +11,7 @@ _END = "<|/tool_call|>"
 def _read(source: Source) -> Reading[None]:
     yield from source.expect(_BEGIN)
     yield from source.call_list()
+    # Granite has none.
     yield from source.follows(_END)
 
 

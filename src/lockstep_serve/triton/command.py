@@ -69,8 +69,10 @@ def triton(
             raise CheckError(faults[0])
         return
     assert target is not None and out is not None
+    # Opened for its errors, too: a target that cannot be served is told now, not when Triton starts.
     with runnable(target, None, results) as opened:
         max_batch_size = opened.limits.max_batch_size
+    # Triton starts the command from another working folder.
     served = os.path.abspath(target) if target.endswith(BUNDLE_SUFFIX) else target
     folder = out.absolute()
     socket_path = (socket or folder / "lockstep.sock").absolute()
@@ -79,7 +81,8 @@ def triton(
     parameters, settings = template_values(options, max_batch_size)
     settings = {"max_queue": max_queue, "decoupled": decoupled, **settings, "options": parameters}
     repository = Repository(command, socket_path, max_batch_size, **settings)
-    with tempfile.TemporaryDirectory() as trial:  # first elsewhere, so that an invalid repository is never written
+    # First elsewhere, so that an invalid repository is never written.
+    with tempfile.TemporaryDirectory() as trial:
         write_repository(repository, Path(trial))
         if faults := check_repository(Path(trial)):
             raise InputError(faults[0].replace(trial, str(folder)))

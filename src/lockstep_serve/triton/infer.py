@@ -11,6 +11,7 @@ import numpy as np
 
 from lockstep.runtime.completion import Choice
 from lockstep_serve.bodies import BadRequest
+from lockstep_serve.logprobs import finite
 from lockstep_serve.service import Service
 from lockstep_serve.stream import AnswerDelta, Stream, StreamError
 from lockstep_serve.triton.inputs import Batch, InferRequest, Prompt, check_outputs, prompts_of
@@ -87,6 +88,7 @@ class Triton:
         if any(batch.value("stop", number) for number in range(batch.size)):
             if not request.id:
                 raise BadRequest("id: expected that of the request to stop, found none", "id")
+            # A copy: each removes itself.
             for generation in list(self._running.get(request.id, ())):
                 generation.close()
             return Inference(id=request.id)
@@ -138,7 +140,7 @@ class _Answer:
                 break
             self.tokens.append(token)
             if delta.logprobs:
-                self.log_probs.append(float(np.maximum(delta.logprobs[position].chosen, -9999.0)))
+                self.log_probs.append(float(finite(delta.logprobs[position].chosen)))
             if any(tuple(self.tokens[-len(stop) :]) == stop for stop in self.prompt.stop_ids):
                 self.ended = True
                 break
@@ -190,8 +192,9 @@ class Generation(Inference):
             async for deltas in self.stream:
                 for delta in deltas:
                     answer = self._answers[delta.index]
+                    # The engine, which does not know stop sequences of tokens, may go on.
                     if answer.ended:
-                        continue  # the engine does not know stop sequences of tokens
+                        continue
                     answer.take(delta)
                     text = delta.text
                     if delta.finish:  # upstream sends the stop word that ends an answer

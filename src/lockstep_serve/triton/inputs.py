@@ -136,6 +136,7 @@ async def prompts_of(batch: Batch, model: ServedModel, fold_ids: bool, lora: Any
     texts = []
     if "input_ids" not in batch:
         texts = [next(iter(batch.texts("text_input", number)), "") for number in range(batch.size)]
+    # A prompt leaves room for a token of its answer.
     longest = min(ready.max_input_len, ready.max_seq_len - 1)
     ids = iter(await encode_texts(texts, model.tokenizer, "text_input", longest))
     none = np.zeros(0, np.int32)
@@ -195,7 +196,9 @@ def _prompt(batch: Batch, number: int, model: ServedModel, fold_ids: bool, lora:
     end_ids = frozenset(ready.eos_token_ids)
     if "end_id" in batch:
         end_ids = frozenset([batch.value("end_id", number)])
-    end_ids = frozenset(token for token in end_ids if 0 <= token < vocab_size)  # end_id -1: no token ends the answer
+    # With end_id -1 no token ends the answer.
+    end_ids = frozenset(token for token in end_ids if 0 <= token < vocab_size)
+    # Longer sequences the engine cannot look for: `_Answer.take` does.
     log_probs = batch.value("return_log_probs", number, False)
     ends = end_ids | {tokens[0] for tokens in stop_ids if len(tokens) == 1}
     # As upstream, max_tokens beyond the context is no error.

@@ -118,7 +118,8 @@ class _Kserve:
             Endpoint("/v2/health/live", self._live, error_response=triton_error),
             Endpoint("/v2/health/ready", self._ready, error_response=triton_error),
             Endpoint("/v2/repository/index", self._index, "POST", error_response=triton_error),
-            Endpoint("/v2/models/stats", self._all_statistics, error_response=triton_error),  # before a model "stats"
+            # Before the paths of models, of which one could be called "stats".
+            Endpoint("/v2/models/stats", self._all_statistics, error_response=triton_error),
             *model_endpoints("/stats", self._statistics),
             *model_endpoints("", self._metadata),
             *model_endpoints("/ready", self._model_ready),
@@ -163,6 +164,7 @@ class _Kserve:
 
     async def _infer_stream(self, request: Request) -> Any:
         infer_request, _ = await _infer_request(request, self._access)
+        # All outputs in each event: Triton's Python model, which takes the stream, sends on those of its config.pbtxt.
         infer_request = replace(infer_request, outputs=None, complete=True)
         inference = await self._triton.infer(infer_request)
 
@@ -200,6 +202,7 @@ async def _infer_request(request: Request, access: Access) -> tuple[InferRequest
     header = request.headers.get(_HEADER_LENGTH)
     length = len(data)
     if header is not None:
+        # Of a short text alone: int() takes long for millions of digits, and refuses them with another error.
         is_number = header.isdecimal() and len(header) < 12
         if not is_number or int(header) > length:
             raise BadRequest(f"{_HEADER_LENGTH}: expected 0 to {len(data)}, the bytes of the body, found {header}")
