@@ -206,10 +206,7 @@ def _invalid(where: str, expected: str, value: Any) -> BadRequest:
 
 def anthropic_error(error: StreamError) -> Response:
     """Return the response to a request that is refused, or failed before any answer."""
-    response = error_response(error)
-    response.body = json.dumps(_error(error)).encode()
-    response.headers["content-length"] = str(len(response.body))
-    return response
+    return error_response(error, json.dumps(_error(error)).encode())
 
 
 def _error(error: StreamError) -> dict[str, Any]:

@@ -145,7 +145,6 @@ class BlockAnswer(TokenResponse):
         self._model.metrics.called(reader.num_calls, reader.num_malformed)
 
     def _add(self, part: Part) -> Iterator[BlockEvent]:
-        """Add a part to the blocks."""
         if part.kind == "reasoning" and not self._with_reasoning:
             return
         if part.kind == "name":

@@ -84,8 +84,8 @@ def error_body(message: str, kind: str, param: str | None = None, code: str | No
     return json.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}}).encode()
 
 
-def error_response(error: StreamError) -> Response:
-    """Return the response to a request that is refused, or failed before any answer."""
+def error_response(error: StreamError, body: bytes | None = None) -> Response:
+    """Return the response to a request that is refused, or failed before any answer; body: None for OpenAI's."""
     kind = "server_error"
     headers = {}
     if error.status < 429:
@@ -97,7 +97,8 @@ def error_response(error: StreamError) -> Response:
         headers["Retry-After"] = str(error.retry_after)
     if error.code == "shutting_down":
         headers["Connection"] = "close"
-    body = error_body(error.message, kind, error.param, error.code)
+    if body is None:
+        body = error_body(error.message, kind, error.param, error.code)
     return Response(body, error.status, headers, "application/json")
 
 

@@ -411,7 +411,6 @@ class Service:
             self.prompts.pop(prompt.number, None)
 
     def _abort(self, prompt: PromptRequest) -> None:
-        """Abort a prompt in the engine."""
         for number in list(prompt.resumed.values()) or [prompt.number]:
             self.prompts.pop(number, None)
             if prompt.choices and self.link is not None:

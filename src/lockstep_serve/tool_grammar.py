@@ -126,7 +126,6 @@ class _Lark:
         return _quoted(part)
 
     def _rule(self, expression: str) -> str:
-        """Add a rule and return its name."""
         name = f"rule_{len(self.rules)}"
         self.rules.append(f"{name}: {expression}")
         return name

@@ -75,7 +75,7 @@ def test_a_bundle_says_elsewhere_what_its_target_says_here(finished: Checkout, t
     for arguments, message in (
         ((str(expected),), "the bundle is damaged; copy it again"),
         ((str(apart),), "expected --weights, for the bundle holds none"),
-        ((TARGET, *weights), "--weights: expected a bundle (.tar) with it"),
+        ((TARGET, *weights), "--weights: expected a bundle (.tar) to go with it"),
     ):
         process = finished.run("lockstep", "generate", *arguments, *prompt, folder=elsewhere, check=False)
         assert process.returncode == 2 and message in process.stderr and len(process.stderr.splitlines()) == 1

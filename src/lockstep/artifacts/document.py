@@ -424,7 +424,6 @@ def _is_json(kind: Any) -> bool:
 
 
 def _json(value: Any) -> Any:
-    """Return the JSON of a field's value."""
     # Before sequences, of which a str is one.
     if isinstance(value, (str, int, float)):
         return value

@@ -60,7 +60,11 @@ def doctor(config: Path | None, target: str | None, results: Path, as_json: bool
         facts["step_sizes"] = step_sizes.to_json()
         lines.append(str(step_sizes))
     if config is not None:
-        facts["models"] = _models(load(config), str(config))
+        loaded = load(config)
+        # A model that must be fetched first has no place yet, and stays {}.
+        facts["models"] = {name: {} for name in loaded.models}
+        for name, place in loaded.check_sources(where=str(config)).items():
+            facts["models"][name] = needs(loaded, name, place)
         lines += [model_line(name, needed) for name, needed in facts["models"].items()]
     if as_json:
         return echo_json(facts)
@@ -124,14 +128,6 @@ def _backends() -> dict[str, dict[str, Any]]:
             "not_run": not_built or settings.cannot_run(),
         }
     return by_backend
-
-
-def _models(config: Config, where: str) -> dict[str, dict[str, Any]]:
-    """Return the needs of each model of the config; {} of one that must be fetched first."""
-    needs_by_model: dict[str, dict[str, Any]] = {name: {} for name in config.models}
-    for name, place in config.check_sources(where=where).items():
-        needs_by_model[name] = needs(config, name, place)
-    return needs_by_model
 
 
 def needs(config: Config, name: str, place: Path) -> dict[str, Any]:

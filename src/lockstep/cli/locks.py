@@ -95,7 +95,7 @@ def verify(
     if kind == "model" and signature:
         raise InputError("--signature: expected a bundle, found none; name one that ends with .tar")
     if signature and not keys:
-        raise InputError("--signature: expected a public key of who may have signed, found none; name one by --key")
+        raise InputError("--signature: expected a public key of a possible signer, found none; name one by --key")
     # A certificate without keys is checked for its bytes alone.
     if kind == ".json":
         return _verify_certificates([Path(name) for name in models], keys, as_json)

@@ -90,7 +90,7 @@ def made_target(config: Config, tree: Results, name: str) -> Target:
     if not engines.is_file() and (reason := config.why_not_built(target)):
         raise InputError(
             f"{engines}: expected the engines of {target}, found none: the config skips them here "
-            f"(skip_missing_precisions), for it {reason}; choose another target, or a machine that has them"
+            f"(skip_missing_precisions), because it {reason}; choose another target, or a machine that has them"
         )
     return target
 
@@ -109,7 +109,7 @@ def runnable(name: str, weights: Path | None, results: Path) -> Iterator[Opened]
             yield place
         return
     if weights is not None:
-        raise InputError(f"--weights: expected a bundle ({BUNDLE_SUFFIX}) with it, found {name}; leave it out")
+        raise InputError(f"--weights: expected a bundle ({BUNDLE_SUFFIX}) to go with it, found {name}; leave it out")
     yield _of_target(name, Results(results))
 
 

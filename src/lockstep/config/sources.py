@@ -163,7 +163,7 @@ def _folder(source: str, places: Sequence[Path]) -> Path:
 def _check_random(path: Path) -> None:
     value = _read_object(path)
     if value.get(KEY) is not None:
-        raise InputError(f"expected a model in floating point in {path}, for random weights are; found {KEY}")
+        raise InputError(f"expected a model in floating point in {path}, as random weights are; found {KEY}")
     vocabulary = model_config.setting(value, ("vocab_size",))
     if not path.with_name("tokenizer.json").is_file() and vocabulary is not None and vocabulary < BYTES:
         raise InputError(

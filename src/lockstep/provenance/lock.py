@@ -260,7 +260,7 @@ def entries_of(path: Path) -> list[LockEntry]:
     if read_statement(manifest) is None:
         actual = "another" if manifest.is_file() else "none"
         raise CheckError(
-            f"{manifest}: expected the file that {path.name} is of, found {actual}; delete it and run again"
+            f"{manifest}: expected the file that {path.name} describes, found {actual}; delete it and run again"
         )
     entries = []
     if stage.is_pinned:

@@ -183,7 +183,7 @@ def note_in_lock(lock_path: Path, bundle: Path, pushed: Pushed) -> None:
     lock = Lock.load(lock_path)
     target = Target(**vars(archive.manifest.about.target))
     if target.model != lock.model:
-        raise InputError(f"{lock_path}: expected the lock of {target.model}, found that of {lock.model}")
+        raise InputError(f"{lock_path}: expected the lock of {target.model}, found that of {lock.model}; name its lock")
     engines = {
         name.partition("/")[2]: member.sha256
         for name, member in archive.members.items()

@@ -39,7 +39,9 @@ def verify(path: Path, keys: Sequence[Path]) -> str:
     try:
         signed = subjects(statement["subject"])
     except (LookupError, TypeError):
-        raise InputError(f"{envelope_path(path)}: expected the statement of a certificate, found another") from None
+        raise InputError(
+            f"{envelope_path(path)}: expected the statement of a certificate, found another; certify again"
+        ) from None
     if signed != {path.name: sha256_file(path)}:
         raise CheckError(f"{path}: expected the certificate that was signed, found another; certify again")
     return f"{words}, signed by key {key[:12]}"

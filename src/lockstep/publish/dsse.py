@@ -106,7 +106,6 @@ def read_envelope(path: Path, keys: Sequence[Path]) -> tuple[dict[str, Any], str
 
 
 def _has_signed(key: Key, envelope: Envelope) -> bool:
-    """Return whether any signature of the envelope is of this key."""
     from securesystemslib.exceptions import UnverifiedSignatureError
     from securesystemslib.signer import Signature
 

@@ -298,7 +298,7 @@ class Repository:
                 raise ValueError("no token")
         except (OSError, HTTPException, ValueError, AttributeError, RecursionError) as error:
             raise InputError(
-                f"{self.reference}: expected a token of {realm}, found: {error}; run `docker login`"
+                f"{self.reference}: expected a token from {realm}, found: {error}; run `docker login`"
             ) from None
         return f"Bearer {token}"
 

@@ -53,7 +53,13 @@ def convert(checkpoint_json: Path, precision: str, out_json: Path, assembly_json
     out = Path(out_json)
     source = open_source(Path(checkpoint_json))
     _check_place(source, out)
-    assembly = _load_assembly(assembly_json, precision) if assembly_json else None
+    assembly = None
+    if assembly_json is not None:
+        assembly = Assembly.load(assembly_json)
+        if assembly.precision != precision:
+            raise InputError(
+                f"{assembly_json}: expected an assembly of {precision}, found {assembly.precision}; export again"
+            )
     dtypes = dict.fromkeys(source.floats(), PRECISION_DTYPES[base_precision(precision)])
     quantized = None
     if precision in QUANTIZATIONS:
@@ -99,13 +105,6 @@ def _check_place(source: Source, out: Path) -> None:
     if any(os.path.realpath(source.folder / name) == os.path.realpath(path) for name in source.files()):
         raise InputError(f"{path}: expected to write weights here, found the checkpoint's own; choose another folder")
     stale_files(out, (WEIGHTS,))
-
-
-def _load_assembly(path: Path, precision: str) -> Assembly:
-    assembly = Assembly.load(path)
-    if assembly.precision != precision:
-        raise InputError(f"{path}: expected an assembly of {precision}, found {assembly.precision}; export again")
-    return assembly
 
 
 def _quantized_tensors(

@@ -184,7 +184,8 @@ def _prompt(batch: Batch, number: int, model: ServedModel, fold_ids: bool, lora:
         stop: tuple[str, ...] = ()
         stop_ids = word_ids("stop_words_list", batch.values("stop_words_list", number))
         bad_words: Sequence[str | tuple[int, ...]] = word_ids("bad_words_list", batch.values("bad_words_list", number))
-        bias = _biases(batch.values("embedding_bias", number))
+        biases = batch.values("embedding_bias", number)
+        bias = {int(token): float(biases[token]) for token in np.flatnonzero(biases)}
     else:
         field_name = "text_input"
         stop = tuple(batch.texts("stop_words", number))
@@ -261,7 +262,3 @@ def word_biases(
             for token, count in counts.items():
                 biases[token] = biases.get(token, 0.0) + count * weight
     return biases
-
-
-def _biases(values: np.ndarray) -> dict[int, float]:
-    return {int(token): float(values[token]) for token in np.flatnonzero(values)}

@@ -52,10 +52,7 @@ class _Body(msgspec.Struct):
 
 def triton_error(error: StreamError) -> Response:
     """Return the response to a request that failed before any answer, with Triton's body and OpenAI's headers."""
-    response = error_response(error)
-    response.body = error_json(error.message)
-    response.headers["content-length"] = str(len(response.body))
-    return response
+    return error_response(error, error_json(error.message))
 
 
 def error_json(message: str) -> bytes:

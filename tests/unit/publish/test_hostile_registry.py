@@ -126,7 +126,7 @@ def test_a_token_that_is_none_is_one_line(server: Registry, tmp_path: Path, answ
     realm = f"http://{server.host}/token"
     server.answers["GET", "/v2/"] = 401, {"WWW-Authenticate": f'Bearer realm="{realm}"'}, b""
     server.answers["GET", "/token"] = 200, {}, answer
-    assert "expected a token of" in refused(lambda: artifact.pull(place(server), tmp_path / "out.tar"))
+    assert "expected a token from" in refused(lambda: artifact.pull(place(server), tmp_path / "out.tar"))
 
 
 def test_a_login_goes_to_the_domain_of_its_registry(

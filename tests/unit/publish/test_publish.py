@@ -303,7 +303,7 @@ def test_what_is_asked_of_verify_must_fit(signed: Path, keys: Callable) -> None:
         return line
 
     assert "expected --signature with it" in said(str(signed), "--key", public)
-    assert "expected a public key of who may have signed" in said(str(signed), "--signature")
+    assert "expected a public key of a possible signer" in said(str(signed), "--signature")
     assert "expected a bundle, found none" in said("--signature", "--key", public)
     assert "expected models, bundles or certificates, found several" in said(str(signed), "demo-llama")
     assert "signed by key" in CliRunner().invoke(main, ["verify", str(signed), "--signature", "--key", public]).output

@@ -438,7 +438,7 @@ def test_a_bundle_is_served_with_its_weights_in_the_archive(demo: Results, tree:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (("demo-llama/fp32/all", "--weights", "a"), "--weights: expected a bundle (.tar) with it"),
+        (("demo-llama/fp32/all", "--weights", "a"), "--weights: expected a bundle (.tar) to go with it"),
         (("nowhere.tar",), "nowhere.tar: expected"),
         (("demo-llama/fp32/9",), "target: expected one of demo-llama/fp32/2"),
         (("demo-llama/fp32/all", "--kv-bytes", "1"), "--kv-bytes: expected"),

@@ -527,7 +527,7 @@ def test_random_weights_of_a_quantised_config_are_refused(shared):
     model = {"source": f"random:{path}", "golden": {"prompts": [{"text": "a"}]}}
     line = error_of(load.load({"models": {"m": model}}).check_sources)
     assert line.endswith(
-        f"expected a model in floating point in {path}, for random weights are; found quantization_config"
+        f"expected a model in floating point in {path}, as random weights are; found quantization_config"
     )
 
 
