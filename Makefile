@@ -69,12 +69,16 @@ SITE := .site
 REAL := .real
 PICTURES ?= .screenshots
 REAL_CONFIG ?=
-.PHONY: hashes demo real test test-unit test-all triton-test clients-test kubernetes-test slurm-test oldest-test docs screenshots faults lint gpu gpu-tensorrt setup setup-test clean
+.PHONY: hashes demo avx2-demo real test test-unit test-all triton-test clients-test kubernetes-test slurm-test oldest-test docs screenshots faults lint gpu gpu-tensorrt setup setup-test clean
 .DELETE_ON_ERROR:
 
 demo: setup
 	@echo "Building and checking the demo: about two minutes on 2 cores"
 	@$(BIN)/snakemake --cores $(CORES)
+
+# On a CPU with AVX-512 too.
+avx2-demo: setup-test
+	.ci/as-avx2 .ci/demo
 
 # REAL_CONFIG: a config file whose keys take the place of those of config/smollm2.yaml.
 real: setup-test $(REAL)/.pinned
