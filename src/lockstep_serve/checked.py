@@ -14,6 +14,7 @@ from typing import Any
 from lockstep.artifacts.chat_template import ChatTemplate
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.verify.served.server import EngineFiles, Server
+from lockstep_serve.log import start_log
 from lockstep_serve.run import listening
 from lockstep_serve.service import Service
 from lockstep_serve.settings import EngineOptions, ServedModelOptions, ServiceLimits, ServiceOptions
@@ -34,6 +35,7 @@ class CheckedServer(Service):
 
 def open_server(files: EngineFiles, name: str) -> Server:
     """Return a server of an engine set, not started yet. name: of the model, in requests."""
+    start_log("warning")  # to the job's log: why an engine died
     engine = EngineOptions(
         files.engines,
         files.assembly,

@@ -78,7 +78,9 @@ def run(tree: Results, golden_json: Path, out: Path, **options: Any) -> ServedRe
     return ServedReport.load(out)
 
 
-def test_the_demo_is_served_as_golden_found_it(tree: Results, golden_json: Path, tmp_path: Path) -> None:
+def test_the_demo_is_served_as_golden_found_it(
+    tree: Results, golden_json: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     report = run(tree, golden_json, tmp_path / "all.json")
     prompts = len(CONFIG.models["demo-llama"].golden.prompts)
     compared = {name: phase.requests for name, phase in report.phases.items()}
@@ -89,6 +91,7 @@ def test_the_demo_is_served_as_golden_found_it(tree: Results, golden_json: Path,
     assert report.batch_invariant and report.tokens_differing == 0
     assert report.restarts == 1 and report.prefix_hit_tokens >= 64
     assert report.engine_digest == GoldenReport.load(golden_json).engine_digest
+    assert "died: it ended with code -9; starting another" in capfd.readouterr().err, "for the job's log"
 
 
 def _lose_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
