@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from lockstep.artifacts.checkpoint import CheckpointManifest
-from lockstep.errors import LockstepError
+from lockstep.errors import InputError, LockstepError
 from lockstep.runtime.adapters import Adapters
 from lockstep.weights.adapters import LoadedAdapter
 from lockstep.weights.check_adapters import read_folder
@@ -46,6 +46,19 @@ class AdapterLoader:
         """Check and read a folder at once. Raises InputError."""
         assert self._checkpoint is not None  # without one, the API process refuses adapters
         return read_folder(Path(folder), name, CheckpointManifest.load(self._checkpoint), self._most_bytes)
+
+    def reload(self, loaded: Sequence[tuple[str, str, str]]) -> dict[str, str]:
+        """Load what the previous engine had: name, folder and SHA-256 of each; return the error of each that failed."""
+        lost = {}
+        for name, folder, digest in loaded:
+            try:
+                adapter = self.read(name, folder)
+                if adapter.sha256 != digest:
+                    raise InputError(f"adapter {name!r}: {folder}: expected sha256 {digest}, found {adapter.sha256}")
+                self.adapters.add(adapter)
+            except (LockstepError, OSError) as error:
+                lost[name] = str(error)
+        return lost
 
     def _work(self) -> None:
         while True:

@@ -13,9 +13,12 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import logging
+import queue
+import select
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -35,12 +38,12 @@ from lockstep.runtime.request import Request
 from lockstep.runtime.speculative import Speculative, open_speculation
 from lockstep.runtime.step_sizes import compare_step_sizes
 from lockstep_serve.adapter_loader import AdapterLoader, ReadAdapter
-from lockstep_serve.connection import Connection
 from lockstep_serve.frames import (
     Abort,
     Add,
     Counters,
     Failed,
+    Frame,
     Load,
     Loaded,
     Ready,
@@ -49,12 +52,15 @@ from lockstep_serve.frames import (
     Unload,
     UpdateWeights,
     WeightsUpdated,
+    packed,
+    receive,
 )
 from lockstep_serve.log import log, start_log
 from lockstep_serve.settings import EngineOptions
 
 _DONE = object()
 _LOAD_POLL_S = 0.002
+_SEND_BUFFER = 1 << 22  # bytes of the kernel that a step's frame goes to while the API process is busy
 TICK = 1.0  # seconds between the frames of an idle engine
 
 
@@ -114,8 +120,13 @@ def _open(
             max_bound=options.max_bound,
         ),
     )
-    loader = AdapterLoader(model.adapters, options.checkpoint, deliver) if model.adapters else None
-    lost = _reload_adapters(loader, options)
+    loader = None
+    adapters = {}
+    lost_adapters = {}
+    if model.adapters:
+        loader = AdapterLoader(model.adapters, options.checkpoint, deliver)
+        lost_adapters = loader.reload(options.loaded)
+        adapters = {name: adapter.sha256 for name, adapter in model.adapters.loaded.items()}
     speculation = None
     if options.speculative is not None:
         speculation = open_speculation(model, Speculative(**options.speculative), options.threads)
@@ -143,9 +154,6 @@ def _open(
     step_sizes = compare_step_sizes(model)
     if step_sizes.differing and model.engines.batch_invariant:
         log.error(f"expected the same bits in steps of all sizes, found: {step_sizes}")
-    adapters = {}
-    if model.adapters:
-        adapters = {name: adapter.sha256 for name, adapter in model.adapters.loaded.items()}
     ready = Ready(
         identity=root_key(model).hex(),
         backend=model.engines.manifest.backend,
@@ -163,7 +171,7 @@ def _open(
         prompt_logprobs=model.gives_all_logits,
         verifies_drafts=model.verifies_drafts,
         adapters=adapters,
-        lost_adapters=lost,
+        lost_adapters=lost_adapters,
         kv_cache_dtype=model.engines.assembly.kv_cache_dtype,
         others=others,
         step_sizes=step_sizes.to_json(),
@@ -171,19 +179,73 @@ def _open(
     return engine, loader, ready, warm_up
 
 
-def _reload_adapters(loader: AdapterLoader | None, options: EngineOptions) -> dict[str, str]:
-    """Load the adapters that the previous engine had loaded; return the error of each that failed."""
-    lost = {}
-    for name, folder, digest in options.loaded:
+class Connection:
+    """The socket. What cannot be sent at once is sent later: the engine never waits for its reader.
+
+    inbox: what the thread has received, and what other threads have for the engine's.
+    """
+
+    def __init__(self, end: socket.socket):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+        self._end = end
+        self._file = end.makefile("rb")
+        self._out = bytearray()
+        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def receive(self) -> Any:
+        """Return the next frame. Raises EOFError where the other end is closed."""
+        return receive(self._file)
+
+    def start(self, prepare: Callable[[Any], Any]) -> None:
+        """From now on receive in a thread: `inbox` gets `prepare(frame)` of each frame, and at the end an exception."""
+        threading.Thread(target=self._read, args=(prepare,), name="reader", daemon=True).start()
+
+    def _read(self, prepare: Callable[[Any], Any]) -> None:
         try:
-            assert loader is not None  # the same model loaded them before
-            adapter = loader.read(name, folder)
-            if adapter.sha256 != digest:
-                raise InputError(f"adapter {name!r}: {folder}: expected sha256 {digest}, found {adapter.sha256}")
-            loader.adapters.add(adapter)
-        except (LockstepError, OSError) as error:
-            lost[name] = str(error)
-    return lost
+            while True:
+                self.inbox.put(prepare(self.receive()))
+        except OSError:
+            self.inbox.put(EOFError())
+        except BaseException as error:
+            self.inbox.put(error)
+
+    def take(self, seconds: float) -> list[Any]:
+        """Return what the inbox has, after up to `seconds` for the first. Raises what the thread raised."""
+        if self._out:  # a peer that reads so slowly sends nothing new
+            self.drain(seconds)
+            seconds = 0
+        items: list[Any] = []
+        with contextlib.suppress(queue.Empty):
+            if seconds:
+                items.append(self.inbox.get(timeout=seconds))
+            while True:
+                items.append(self.inbox.get_nowait())
+        for item in items:
+            if isinstance(item, BaseException):
+                raise item
+        return items
+
+    def send(self, frame: Frame) -> None:
+        """Send a frame, as far as possible without blocking. Raises EOFError where the other end is closed."""
+        self._out += packed(frame)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send the remaining bytes, as far as possible without blocking."""
+        try:
+            while self._out:
+                del self._out[: self._end.send(self._out, socket.MSG_DONTWAIT)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            raise EOFError from None
+
+    def drain(self, seconds: float) -> None:
+        """Send the remaining bytes; give up if the socket takes none for `seconds`."""
+        poll = select.poll()  # `select.select` cannot watch descriptors above 1,023
+        poll.register(self._end, select.POLLOUT)
+        while self._out and poll.poll(seconds * 1000):
+            self.flush()
 
 
 class _Prepared(NamedTuple):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep.runtime.text_stream import Pieces
+from lockstep.runtime.tokenizer import Pieces
 
 _MAX_CACHED_WORDS = 256
 

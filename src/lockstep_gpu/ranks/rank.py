@@ -18,11 +18,10 @@ from lockstep.step.pages import PageTables
 from lockstep_gpu import cuda
 from lockstep_gpu.attention.base import Arrays, Attention, Calls, PagedAttention, Part, PassTokens
 from lockstep_gpu.attention.make import make_attention
-from lockstep_gpu.decode_state import DecodeState
 from lockstep_gpu.device import Device
 from lockstep_gpu.kernels.step_kernels import Kernels
 from lockstep_gpu.logits_tables import LOGPROBS, LogitsTables
-from lockstep_gpu.pass_inputs import Inputs, PassInputs
+from lockstep_gpu.pass_inputs import DecodeState, Inputs, PassInputs
 from lockstep_gpu.plan import CAPTURED_WHOLE, MAX_VERIFY_TOKENS, BlockChoice, PackedPass, StepLimits
 from lockstep_gpu.profiling import in_ranges
 from lockstep_gpu.ranks.all_reduce import Exchange
@@ -167,17 +166,7 @@ class Rank:
             state = self.state
             if verifies:
                 state = self.verify_state
-            rows = state.rows[:count]
-            positions = state.positions[:count]
-            inputs = Inputs(
-                token_ids=state.token_ids[:count],
-                position_ids=positions,
-                rows=rows,
-                logit_rows=self._all_rows[:count],
-                slots=rows,
-                logit_positions=positions,
-                adapter_ids=state.adapter_ids[:count],
-            )
+            inputs = state.inputs(count, self._all_rows)
             calls = self._decode_passes[key] = self._make_decode_pass(inputs, choice, drawn, verifies)
         return calls
 

@@ -17,7 +17,7 @@ from unittest import mock
 
 import numpy as np
 
-from lockstep.runtime import active_choice, bad_words, completion, engine, engine_core, text_stream
+from lockstep.runtime import active_choice, bad_words, completion, engine, engine_core, tokenizer
 from lockstep.runtime.grammar import matcher
 from lockstep.step import logits_pipeline, sampling
 from lockstep.step.noise import Draw
@@ -215,9 +215,7 @@ def in_server() -> dict[str, Fault]:
     reasons = {**stream.FINISH_REASONS, "max_new_tokens": "stop"}
     stops = {**stream.FINISH_REASONS, "stop_id": "length"}
     return {
-        "pieces in capitals": _patch(
-            text_stream.TextStream, "push", lambda right, *arguments: right(*arguments).upper()
-        ),
+        "pieces in capitals": _patch(tokenizer.TextStream, "push", lambda right, *arguments: right(*arguments).upper()),
         "the stop string stays": _patch(completion.StopFilter, "push", cut_stop),
         "the beginning of a stop string is lost": _patch(completion.StopFilter, "finish", lambda right, self: ""),
         "echo loses the first entry": _patch(openai.CompletionFormat, "echo", echo),

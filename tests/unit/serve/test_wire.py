@@ -18,8 +18,7 @@ from lockstep.runtime.grammar import Grammar
 from lockstep.runtime.request import Request
 from lockstep.step.sampling import Logprobs, Sampling
 from lockstep.targets import Results
-from lockstep_serve import engine_process
-from lockstep_serve.connection import Connection
+from lockstep_serve.engine_process import Connection, EngineLoop
 from lockstep_serve.frames import HEADER, LARGEST, Abort, Add, Counters, Failed, Frame, Step, packed, split, unpacked
 
 LONG = np.arange(131072, dtype=np.int32) % 700
@@ -88,7 +87,7 @@ def test_the_host_loop_makes_no_more_calls_than_it_did(model: Model, rows: int, 
     ours, theirs = socket.socketpair()
     with ours, theirs:
         engine = Engine(model)
-        loop = engine_process.EngineLoop(Connection(theirs), engine, None)
+        loop = EngineLoop(Connection(theirs), engine, None)
         for number in range(rows):
             engine.add(Request([5 + number, 6, 7], 60))
         for _ in range(5):
