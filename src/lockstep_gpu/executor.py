@@ -18,10 +18,9 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.errors import CheckError, InputError
-from lockstep.step.advance import Advance, Load, PackedTokens
+from lockstep.step.advance import Advance, Load, Observer, PackedTokens
 from lockstep.step.logits_pipeline import Sampler
 from lockstep.step.network import LayerAttention, Network
-from lockstep.step.observer import Observer
 from lockstep.step.pages import PAGE_SIZE
 from lockstep.step.sampling import Logprobs
 from lockstep.weights.adapters import AdapterWriter, LoraArrays

@@ -17,7 +17,7 @@ import numpy as np
 from lockstep.artifacts.adapters import IDS, mask_rank
 from lockstep.artifacts.signature import IO
 from lockstep.errors import CheckError
-from lockstep.step.executable import Run
+from lockstep.step.executable import Call
 from lockstep_gpu import cuda
 from lockstep_gpu.device import Device
 from lockstep_gpu.tensor import Tensor
@@ -88,7 +88,7 @@ class GpuExecutable:
         self.weights = weights
         self.adapter_rows = adapter_rows
 
-    def prepare(self, inputs: Arrays, outputs: Arrays, captured: bool = False) -> Run:
+    def prepare(self, inputs: Arrays, outputs: Arrays, captured: bool = False) -> Call:
         """Return a call on the device's stream; captured: it will be captured in a graph."""
         shapes = {name: array.shape for name, array in inputs.items() if name in self.program.dynamic}
         call = self.bind(inputs, outputs, captured)
@@ -96,7 +96,7 @@ class GpuExecutable:
 
     def prepare_fused_all_reduce(
         self, exchange: Exchange, values: cuda.Array, inputs: Arrays, outputs: Arrays
-    ) -> tuple[Run, Run] | None:
+    ) -> tuple[Call, Call] | None:
         """Return two calls for a captured graph: the first kernel with an all-reduce of `values` in it, and the rest.
 
         Returns None if the first kernel can't all-reduce this input.

@@ -4,11 +4,10 @@ An engine set and a weights manifest in; logits, tokens and text out. NumPy and 
 """
 
 from lockstep.runtime.completion import Choice, Completion
-from lockstep.runtime.decoding import Decoding
 from lockstep.runtime.draft_model import ModelDrafter
 from lockstep.runtime.drafts import NgramDrafter, Speculation
 from lockstep.runtime.engine import Engine
-from lockstep.runtime.generate import Generation, TextDelta, generate
+from lockstep.runtime.generate import Decoding, Generation, TextDelta, generate
 from lockstep.runtime.model import Model, ModelOptions
 from lockstep.runtime.request import CheckpointFiles, Request, Speed, Token
 from lockstep.runtime.tokenizer import Tokenizer

@@ -62,6 +62,7 @@ class ActiveChoice:
     has, or -1. bad_words: has seen all tokens of `replayed`. masked_ends: whether the masks that the model has exclude
     end tokens; None: it has no masks. grammar_failed: the grammar allows no token. eos_token_ids: of its checkpoint.
     is_constrained: a grammar, which may still be compiled, or a given answer says which tokens may come.
+    sampling_needs_logits: see `Sampling.needs_logits`.
     """
 
     index: int
@@ -80,10 +81,12 @@ class ActiveChoice:
     masked_ends: bool | None = None
     grammar_failed: bool = False
     is_constrained: bool = field(init=False)
+    sampling_needs_logits: bool = field(init=False)
 
     def __post_init__(self) -> None:
         """Compute once what each step asks."""
         self.is_constrained = bool(self.request.grammar or self.request.forced_ids)
+        self.sampling_needs_logits = self.request.sampling.needs_logits
 
     def needs_logits(self, device_processes: bool) -> bool:
         """Return whether the host chooses the next token.
@@ -94,7 +97,7 @@ class ActiveChoice:
         request = self.request
         if request.choose or (self.scheduled.siblings and request.sampling.temperature):
             return True
-        return not device_processes and (self.is_constrained or request.sampling.needs_logits)
+        return not device_processes and (self.is_constrained or self.sampling_needs_logits)
 
     @property
     def mask_needs_answer(self) -> bool:

@@ -88,12 +88,12 @@ class Binder:
         check_slots(weights, block.slots, signature.slots, block.graph)
         if ranks is not None and (sharded := ranks.classes.get(block.graph)):
             return Block.whole(_of_ranks(engines, weights, block, sharded, self._programs), signature)
-        run = self._programs[block.graph].bind(weights, engines.tensors(block.graph, block.slots))
+        engine = self._programs[block.graph].bind(weights, engines.tensors(block.graph, block.slots))
         # Inputs that are rows of the engine's own weights are written there, and are no inputs of a call.
-        rows = run.adapter_rows if isinstance(run, HasAdapterRows) else {}
+        rows = engine.adapter_rows if isinstance(engine, HasAdapterRows) else {}
         arrays = empty_arrays(assembly.adapters, block, named_dtype(assembly.dtype), engines.backend.empty, rows)
         call_inputs = tuple(io for io in signature.inputs if io.name not in rows)
-        bound = Block.whole(run, replace(signature, inputs=call_inputs), {**arrays, **rows})
+        bound = Block.whole(engine, replace(signature, inputs=call_inputs), {**arrays, **rows})
         if (base := base_engine(block.graph)) not in self._bases:
             return bound
         plain = self._bases[base].bind(weights, engines.tensors(base, block.slots))
@@ -133,7 +133,7 @@ def lora_arrays(assembly: Assembly, network: Network) -> list[LoraArrays]:
     pairs.append((assembly.exit_of(layers), network.exit))
     arrays = []
     for named_block, block in pairs:
-        by_rows = block.run.adapter_rows if isinstance(block.run, HasAdapterRows) else ()
+        by_rows = block.engine.adapter_rows if isinstance(block.engine, HasAdapterRows) else ()
         arrays += arrays_of(slots, named_block, block.adapters, by_rows)
     return arrays
 
@@ -175,13 +175,13 @@ class _RankBinder:
         check_slots(weights, block.slots, signature.slots, block.graph)
         sharded = ranks.classes.get(block.graph)
         if sharded is None:  # each rank computes all of it
-            run = programs[block.graph].bind(weights, engines.tensors(block.graph, block.slots))
-            return Block.whole(run, signature)
+            engine = programs[block.graph].bind(weights, engines.tensors(block.graph, block.slots))
+            return Block.whole(engine, signature)
         pieces = []
         for piece in sharded.pieces:
             piece_signature = ranks.graphs[piece.graph].signature
-            run = _bind_piece(engines, weights, block, sharded, piece, programs, self._rank)
-            pieces.append(ShardCall(run, piece_signature, piece.sums))
+            engine = _bind_piece(engines, weights, block, sharded, piece, programs, self._rank)
+            pieces.append(ShardCall(engine, piece_signature, piece.sums))
         return Block(tuple(pieces), _local(signature, sharded))
 
 
@@ -234,14 +234,15 @@ def _of_ranks(
     assert ranks is not None
     unsharded = engines.assembly.classes[block.graph].signature
     signatures = [ranks.graphs[piece.graph].signature for piece in sharded.pieces]
-    runs = []
+    bound = []
     for piece, signature in zip(sharded.pieces, signatures, strict=True):
-        runs.append(
-            [_bind_piece(engines, weights, block, sharded, piece, programs, rank) for rank in range(ranks.degree)]
-        )
-        for run in runs[-1]:
-            check_engine(run, signature)
-    return RankBlock(sharded, unsharded, signatures, runs)
+        of_ranks = [
+            _bind_piece(engines, weights, block, sharded, piece, programs, rank) for rank in range(ranks.degree)
+        ]
+        for engine in of_ranks:
+            check_engine(engine, signature)
+        bound.append(of_ranks)
+    return RankBlock(sharded, unsharded, signatures, bound)
 
 
 def _bind_piece(
@@ -268,11 +269,9 @@ def _bind_piece(
 def _heads_of_ranks(layer_attention: LayerAttention, ranks: TensorParallel, name: str) -> LayerAttention:
     shards = attention_shards(layer_attention.variant, ranks.degree)
     rank_graphs = ranks.variants[name].phases()
-    for phase, run in layer_attention.engines.items():
-        check_engine(run, rank_graphs[phase].signature)
     graphs = layer_attention.variant.phases()
-    engines = {
-        phase: RankAttention(shards, graphs[phase].signature, run, ranks.degree)
-        for phase, run in layer_attention.engines.items()
-    }
+    engines = {}
+    for phase, engine in layer_attention.engines.items():
+        check_engine(engine, rank_graphs[phase].signature)
+        engines[phase] = RankAttention(shards, graphs[phase].signature, engine, ranks.degree)
     return LayerAttention(engines, layer_attention.variant)

@@ -49,7 +49,8 @@ class EngineCore:
     The model chooses the tokens, greedy or sampled (`Model.step_tokens`). On a GPU no logits are copied back, and the
     next step is scheduled and launched before the tokens of this one are known (async scheduling). A request whose
     token the host chooses (`choose`; on a CPU whatever is more than a draw) gets its own logits copied back; a step
-    with such a request is not launched ahead, nor one with masks that need this step's tokens (grammars, bad words).
+    with such a request is not launched speculatively, nor one with masks that need this step's tokens (grammars, bad
+    words).
 
     A request with a grammar waits, without a slot, until the grammar is compiled; other requests go on.
 
@@ -189,7 +190,7 @@ class EngineCore:
         """
         index = self._next_index if index is None else index
         if not self.choices:
-            # A step launched ahead for requests that have all ended must not count as this request's time.
+            # A step launched speculatively for requests that have all ended must not count as this request's time.
             self._step_start = None
         prepared = request if isinstance(request, PreparedRequest) else self.prepare(request)
         request = prepared.request
@@ -446,7 +447,7 @@ class EngineCore:
             chooses = start + count >= scheduled.num_prompt_tokens
             masks = None
             if not choice.needs_logits(self._device_processes):
-                # Parameters are needed at the end of the prompt, but changing them would disturb a step launched ahead.
+                # Needed at the end of the prompt, but a change then would disturb a step launched speculatively.
                 if takes_samplings_early or chooses:
                     self._set_sampling(choice)
                 if chooses and self._device_processes and not choice.replayed:
@@ -458,9 +459,9 @@ class EngineCore:
 
     def _set_sampling(self, choice: ActiveChoice) -> None:
         slot = choice.scheduled.slot
-        sampling = choice.request.sampling
-        if choice.sampling_slot != slot and (sampling.temperature or sampling.needs_logits):
-            self._model.set_sampling(slot, choice.sampler)
+        if choice.sampling_slot != slot:
+            if choice.request.sampling.temperature or choice.sampling_needs_logits:  # others are greedy, as a new slot
+                self._model.set_sampling(slot, choice.sampler)
             choice.sampling_slot = slot
 
     def _needing_logits(self, step: SchedulerOutput) -> list[int]:

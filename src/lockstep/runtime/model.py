@@ -19,10 +19,9 @@ from lockstep.runtime.binding import Binder
 from lockstep.runtime.checkpoints import Checkpoint, Checkpoints, check_shares
 from lockstep.runtime.request import CheckpointFiles
 from lockstep.step import host_memory
-from lockstep.step.advance import Advance, Executor, check, then_decode
+from lockstep.step.advance import Advance, Executor, Observer, check, then_decode
 from lockstep.step.host import HostExecutor
 from lockstep.step.logits_pipeline import Sampler
-from lockstep.step.observer import Observer
 from lockstep.step.pages import PAGE_SIZE
 from lockstep.step.sampling import Logprobs
 from lockstep.targets import Limits

@@ -88,8 +88,8 @@ class Token:
 class Speed:
     """Tokens and seconds spent in steps.
 
-    A step with any prompt tokens counts as prefill, and only these tokens are counted. A step launched ahead (on a GPU)
-    is timed from the end of the previous one, which includes what the caller did between.
+    A step with any prompt tokens counts as prefill, and only these tokens are counted. A step launched speculatively
+    (on a GPU) is timed from the end of the previous one, which includes what the caller did between.
     """
 
     prefill_tokens: int = 0

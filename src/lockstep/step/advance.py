@@ -1,4 +1,4 @@
-"""The request for a step, its checks, its packed tokens, and the interface of executors."""
+"""The request for a step, its checks, its packed tokens, and the interfaces of executors and observers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from lockstep.weights.adapters import AdapterWriter, LoraArrays
 
 if TYPE_CHECKING:
     from lockstep.step.network import Network
-    from lockstep.step.observer import Observer
 
 
 @dataclass(frozen=True)
@@ -79,6 +78,21 @@ class Load(Protocol):
 
     def finish(self) -> None:
         """Wait until steps can use the network, in the thread that runs steps. Raises what went wrong."""
+
+
+class Observer(Protocol):
+    """Sees the values between the blocks of a running step; it must copy arrays that it keeps.
+
+    The golden check looks on so at models that choose inside.
+    """
+
+    def step(self, tokens: PackedTokens) -> None: ...
+
+    def block(self, part: str, layer: int, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> None:
+        """See a block's inputs and outputs.
+
+        part: "block", before the attention of `layer`, or "exit", whose outputs have the rows `logit_rows`.
+        """
 
 
 class Executor(Protocol):

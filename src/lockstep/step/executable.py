@@ -10,13 +10,13 @@ import numpy as np
 
 from lockstep.errors import CheckError
 
-Run = Callable[[], None]
+Call = Callable[[], None]
 
 
 class Executable(Protocol):
     """An engine with its weights."""
 
-    def prepare(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Run:
+    def prepare(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Call:
         """Return a call that reads `inputs` and writes `outputs` in place, and keeps the arrays alive.
 
         Raises CheckError if arrays are not contiguous or not of the engine's dtypes.

@@ -10,13 +10,12 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from lockstep.artifacts.signature import IO, Signature
-from lockstep.step.advance import Advance, split
+from lockstep.step.advance import Advance, Observer, split
 from lockstep.step.executable import Executable, HostExecutable
 from lockstep.step.host_step import Chunk, DecodeRows, HostStep, Layout, RowAttention, Verified
 from lockstep.step.kv_cache import CacheRow, KVCache
 from lockstep.step.logits_pipeline import Row, Sampler, choose, most_likely
 from lockstep.step.network import Network
-from lockstep.step.observer import Observer
 from lockstep.step.pages import PAGE_SIZE, PagePool, PageTables
 from lockstep.step.sampling import Logprobs
 from lockstep.weights.adapters import LoraArrays
@@ -77,6 +76,7 @@ class HostExecutor:
         self.cache = KVCache(
             [mixer.cache for _, mixer in network.layers], num_slots, max_seq_len, network.dtype, kv_bytes
         )
+        self.lengths = self.cache.lengths
         page_nbytes = PAGE_SIZE * self.cache.token_nbytes
         self.stored_pages: dict[int, list[np.ndarray]] = {}  # by page
         pool = PagePool(kv_bytes // page_nbytes, page_nbytes, self._drop_stored)
@@ -90,10 +90,6 @@ class HostExecutor:
         self.last_step: tuple[HostStep, Sequence[Advance]] | None = None
         self.samplers: dict[int, Sampler] = {}  # of slots that are not greedy
         self._adapters: np.ndarray | None = None  # the adapter slot of each request slot
-
-    @property
-    def lengths(self) -> np.ndarray:
-        return self.cache.lengths
 
     def _pages_for(self, length: int) -> int:
         return -(-self.cache.capacity_for(length) // PAGE_SIZE)
@@ -214,7 +210,7 @@ class HostExecutor:
             self.cache.copy_in(slot, number * PAGE_SIZE, self.stored_pages[page])
         if self.tables.state_pages:  # after the last chunk; earlier ones are only for shorter prefixes
             self.cache.states_in(slot, self.stored_pages[pages[-1]])
-        self.cache.lengths[slot] = length
+        self.lengths[slot] = length
 
     def store(self, slot: int, start: int, pages: Sequence[int]) -> None:
         token_pages = len(pages) - self.tables.state_pages
@@ -246,7 +242,7 @@ class HostExecutor:
         self._put(slot, swapped)
 
     def _copy(self, slot: int) -> SlotContents:
-        length = int(self.cache.lengths[slot])
+        length = int(self.lengths[slot])
         return SlotContents(length, self.cache.copy_out(slot, 0, length), self.cache.states_out(slot))
 
     def _put(self, slot: int, contents: SlotContents) -> None:
@@ -254,7 +250,7 @@ class HostExecutor:
         self._reserve_row(slot, contents.length)
         self.cache.copy_in(slot, 0, contents.arrays)
         self.cache.states_in(slot, contents.states)
-        self.cache.lengths[slot] = contents.length
+        self.lengths[slot] = contents.length
 
     def _reserve_row(self, slot: int, num_tokens: int) -> None:
         if self.cache.reserve(slot, num_tokens):
@@ -312,8 +308,9 @@ class HostExecutor:
             cache_row = self.cache.row_of(advance.slot)
             decoded[cache_row.capacity].append(cache_row.index)
             rows.append(offsets[cache_row.capacity] + cache_row.index)
-        ranges = step.tokens.pack(decoding, rows, layout.num_decode, chunks)
-        if len(decoding) < layout.num_decode:
+        num_decode = layout.num_decode
+        ranges = step.tokens.pack(decoding, rows, num_decode, chunks)
+        if len(decoding) < num_decode:
             # A dummy token is at the position after its row's last token, where an engine may write: see `host_step`.
             for part, packed in zip(layout.decoding, step.slices):
                 gaps = step.tokens.slots[packed] < 0
@@ -335,8 +332,8 @@ class HostExecutor:
 
 def _check_declared(network: Network) -> None:
     """Raise CheckError if an engine's inputs and outputs differ from the assembly's, which size the buffers."""
-    declared: dict[Executable, Signature] = {block.run: block.signature for block, _ in network.layers}
-    declared |= {block.run: block.signature for block in (network.embedding, network.exit)}
+    declared: dict[Executable, Signature] = {block.engine: block.signature for block, _ in network.layers}
+    declared |= {block.engine: block.signature for block in (network.embedding, network.exit)}
     for mixer in {id(mixer): mixer for _, mixer in network.layers}.values():
         declared |= {mixer.engines[phase]: graph.signature for phase, graph in mixer.variant.phases().items()}
     for executable, signature in declared.items():

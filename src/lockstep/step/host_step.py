@@ -22,12 +22,11 @@ import numpy as np
 
 from lockstep.artifacts.adapters import IDS
 from lockstep.artifacts.signature import IO, concrete_shape
-from lockstep.step.advance import PackedTokens
-from lockstep.step.executable import HostExecutable, Run
+from lockstep.step.advance import Observer, PackedTokens
+from lockstep.step.executable import Call, HostExecutable
 from lockstep.step.kv_cache import CacheRow, KVCache
 from lockstep.step.logits_pipeline import most_likely, most_likely_of_ranks, most_likely_of_shard
 from lockstep.step.network import Block, LayerAttention, LayerState, Network
-from lockstep.step.observer import Observer
 from lockstep.step.ranks import RankBlock
 
 
@@ -224,7 +223,7 @@ class HostStep:
         outputs = {}
         for io in self._exit.signature.outputs:
             outputs[io.name] = np.empty(concrete_shape(io.shape, dims), io.numpy_dtype)
-        self._exit.run.prepare(inputs, outputs)()
+        self._exit.engine.prepare(inputs, outputs)()
         return outputs["logits"]
 
     def write_decoded(self, decoded: Mapping[int, np.ndarray]) -> None:
@@ -247,7 +246,7 @@ class HostStep:
     def _add_block(self, block: Block, values: dict[str, np.ndarray], layer: int | None = None) -> None:
         inputs = _inputs(block, values)
         outputs = {io.name: self._buffer(io) for io in block.signature.outputs}
-        self.calls.append(block.run.prepare(inputs, outputs))
+        self.calls.append(block.engine.prepare(inputs, outputs))
         if self._observer is not None and layer is not None:
             self.calls.append(functools.partial(self._observer.block, "block", layer, inputs, outputs))
         values.update({io.key: outputs[io.name] for io in block.signature.outputs})
@@ -272,12 +271,12 @@ class HostStep:
         outputs = {io.name: self._buffer(io) for io in block.signature.outputs}
         self._logits = outputs["logits"]
         self._parts: Sequence[np.ndarray] = ()  # each rank's shard of the logits
-        self._gather: Run = lambda: None
-        if isinstance(block.run, RankBlock):
-            call, parts, self._gather = block.run.prepare_parts(inputs, outputs)
+        self._gather: Call = lambda: None
+        if isinstance(block.engine, RankBlock):
+            call, parts, self._gather = block.engine.prepare_parts(inputs, outputs)
             self._parts = parts.get("logits", ())
         else:
-            call = block.run.prepare(inputs, outputs)
+            call = block.engine.prepare(inputs, outputs)
         self.calls.append(call)
         if self._observer is not None:
             self.calls.append(functools.partial(self._observer.block, "exit", self._num_layers - 1, inputs, outputs))
@@ -288,20 +287,22 @@ class HostStep:
         slices = self.slices
         group, index_in_group = cache.layer(index)
         for rows, tokens, new in zip(self.layout.decoding, slices, self._new):
-            past = cache.view(index, rows.capacity, rows.low, rows.high)
+            key, value = cache.view(index, rows.capacity, rows.low, rows.high)
             lengths = self.tokens.position_ids[tokens]  # a token's position is the length of its past
             all_keys, all_values = new[group]
-            new_key = all_keys[index_in_group]
-            new_value = all_values[index_in_group]
-            self._add_call(layer_attention, "decode", tokens, values, past, lengths, attention, new_key, new_value)
+            inputs = _token_inputs(values, tokens) | {"past_key": key, "past_value": value, "past_lengths": lengths}
+            outputs = {"key_out": all_keys[index_in_group], "value_out": all_values[index_in_group]}
+            self._add_call(layer_attention, "decode", inputs, outputs | {"attention": attention[tokens]})
         for chunk, tokens in zip(self.layout.chunks, slices[len(self.layout.decoding) :]):
             if isinstance(chunk, Verified):
                 self._add_verified(index, chunk.cache_row, tokens, layer_attention, values, attention)
                 continue
+            past_key, past_value = self._past(index, chunk, layer_attention)
+            inputs = _token_inputs(values, tokens) | {"past_key": past_key, "past_value": past_value}
+            inputs["past_lengths"] = np.array([chunk.start], np.int64)
             key, value = self._chunk_buffers(chunk, layer_attention)
-            past = self._past(index, chunk, layer_attention)
-            lengths = np.array([chunk.start], np.int64)
-            self._add_call(layer_attention, "prefill", tokens, values, past, lengths, attention, key, value)
+            outputs = {"key_out": key, "value_out": value, "attention": attention[tokens]}
+            self._add_call(layer_attention, "prefill", inputs, outputs)
             self.calls.append(functools.partial(cache.write, index, chunk.cache_row, chunk.start, key, value))
         values["attention"] = attention
 
@@ -366,8 +367,7 @@ class HostStep:
             row = self._rows[index, cache_row] = RowAttention(layer_attention, past, self._cache.dtype)
         for number in range(tokens.start, tokens.stop):
             token = slice(number, number + 1)
-            inputs = {name: values[name][token] for name in ("query", "key", "value", "position_ids")}
-            self.calls.append(functools.partial(row, inputs, attention[token]))
+            self.calls.append(functools.partial(row, _token_inputs(values, token), attention[token]))
 
     def _past(self, index: int, chunk: Chunk, layer_attention: LayerAttention) -> tuple[np.ndarray, np.ndarray]:
         """Return the keys and values of a chunk's past, copied by a call before it, contiguous.
@@ -391,19 +391,12 @@ class HostStep:
         self,
         layer_attention: LayerAttention,
         phase: str,
-        tokens: slice,
-        values: Mapping[str, np.ndarray],
-        past: tuple[np.ndarray, np.ndarray],
-        past_lengths: np.ndarray,
-        attention: np.ndarray,
-        key_out: np.ndarray,
-        value_out: np.ndarray,
+        inputs: Mapping[str, np.ndarray],
+        outputs: Mapping[str, np.ndarray],
     ) -> None:
-        inputs = {name: values[name][tokens] for name in ("query", "key", "value", "position_ids")}
-        inputs |= {"past_key": past[0], "past_value": past[1], "past_lengths": past_lengths}
-        inputs = {name: inputs[name] for name in layer_attention.inputs[phase]}
-        outputs = {"attention": attention[tokens], "key_out": key_out, "value_out": value_out}
-        self.calls.append(layer_attention.engines[phase].prepare(inputs, outputs))
+        """Add a call of attention; inputs: all that some variant reads."""
+        read = {name: inputs[name] for name in layer_attention.inputs[phase]}
+        self.calls.append(layer_attention.engines[phase].prepare(read, outputs))
 
     def _buffer(self, io: IO, first_dim: int | None = None) -> np.ndarray:
         """Return one of two alternating buffers of a name, because a block reads the value that it replaces."""
@@ -437,6 +430,10 @@ def _new_pairs(cache: KVCache, rows: int) -> list[tuple[np.ndarray, np.ndarray]]
         values = np.empty((*dims, shape.value_head_dim), cache.dtype)
         pairs.append((keys, values))
     return pairs
+
+
+def _token_inputs(values: Mapping[str, np.ndarray], tokens: slice) -> dict[str, np.ndarray]:
+    return {name: values[name][tokens] for name in ("query", "key", "value", "position_ids")}
 
 
 def _inputs(block: Block, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -48,7 +48,8 @@ class Sampler:
         """
         self.sampling = sampling
         self.choice = choice
-        if not sampling.changes_logits:
+        self._changes_logits = sampling.changes_logits
+        if not self._changes_logits:
             prompt = ()  # only processing needs it
         tokens = np.asarray(prompt, np.int64)
         if num_prompt_tokens is None:
@@ -60,7 +61,7 @@ class Sampler:
         self._stop_ids = sorted(stop_ids)
 
     def push(self, token: int) -> None:
-        if self.sampling.changes_logits:
+        if self._changes_logits:
             self.answer.append(token)
             self.counts[token] += 1
 
@@ -79,7 +80,7 @@ class Sampler:
     ) -> np.ndarray:
         """Return the processed logits; `logits` itself if nothing changes them."""
         processed = _mask(logits, allowed)
-        if self.sampling.changes_logits:
+        if self._changes_logits:
             processed = self._adjust(processed, forbidden)
         if processed is not logits and processed.max() == -np.inf:
             # All allowed tokens are forbidden: the grammar goes first. The bound keeps tokens whose own logit is -inf.
@@ -158,6 +159,8 @@ def choose(rows: Sequence[Row]) -> list[Sampled]:
     A token is -1 if the largest logit is NaN or infinite. If bad words and end tokens forbid all tokens that the
     grammar allows, they are ignored.
     """
+    if not rows:  # of a step whose tokens the model chose
+        return []
     tokens = [-1] * len(rows)
     draws: list[Draw] = []
     drawn: list[tuple[int, np.ndarray]] = []

@@ -24,7 +24,7 @@ class ShardCall:
     sums: {name of an output that is a partial sum: name of its all-reduced value}.
     """
 
-    run: Executable
+    engine: Executable
     signature: Signature
     sums: Mapping[str, str]
 
@@ -46,8 +46,8 @@ class Block:
     base: Block | None = None
 
     @classmethod
-    def whole(cls, run: Executable, signature: Signature, adapters: Mapping[str, Any] | None = None) -> Block:
-        return cls((ShardCall(run, signature, {}),), signature, adapters or {})
+    def whole(cls, engine: Executable, signature: Signature, adapters: Mapping[str, Any] | None = None) -> Block:
+        return cls((ShardCall(engine, signature, {}),), signature, adapters or {})
 
     def for_rows(self, adapted: bool) -> Block:
         """Return the block to run if some row of the step has an adapter (`adapted`), or if none has."""
@@ -56,9 +56,9 @@ class Block:
         return self.base
 
     @property
-    def run(self) -> Executable:
+    def engine(self) -> Executable:
         (piece,) = self.pieces
-        return piece.run
+        return piece.engine
 
 
 @dataclass(frozen=True)

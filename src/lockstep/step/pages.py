@@ -172,8 +172,8 @@ class PageTables:
         """Return the pages of a chunk of a prefix: those of its tokens and those of its states."""
         return chunk_size // PAGE_SIZE + self.state_pages
 
-    def reserve(self, ends: Mapping[int, int]) -> list[int]:
-        """Reserve pages for `ends[slot]` tokens in each slot; return the slots whose tables grew.
+    def reserve(self, ends: Mapping[int, int]) -> None:
+        """Reserve pages for `ends[slot]` tokens in each slot.
 
         Raises InputError, and changes nothing, if too few pages are free.
         """
@@ -183,7 +183,6 @@ class PageTables:
             pages = self.pool.allocate(sum(missing[slot] for slot in grown))
             for slot in grown:
                 self._tables[slot] += [pages.pop() for _ in range(missing[slot])]
-        return grown
 
     def share(self, slot: int, pages: Sequence[int]) -> None:
         """Start a slot's empty table with pages that `PagePool.find` referenced for it."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from lockstep.artifacts.signature import IO, Signature, concrete_shape
 from lockstep.artifacts.tensor_parallel import Shard, ShardedClass
-from lockstep.step.executable import Declared, Executable, HostExecutable, Run
+from lockstep.step.executable import Call, Declared, Executable, HostExecutable
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -26,15 +26,15 @@ class _Declared(NamedTuple):
 class ShardOutputs(NamedTuple):
     """A block in two calls; parts: by output, its shards after `run`, which `gather` puts together."""
 
-    run: Run
+    run: Call
     parts: Mapping[str, Sequence[np.ndarray]]
-    gather: Run
+    gather: Call
 
 
 class RankBlock:
     """A block of several pieces on several ranks.
 
-    signature: of the whole block; signatures: of the pieces. runs[piece][rank]: the engines.
+    signature: of the whole block; signatures: of the pieces. engines: [piece][rank].
     """
 
     def __init__(
@@ -42,17 +42,17 @@ class RankBlock:
         sharded: ShardedClass,
         signature: Signature,
         signatures: Sequence[Signature],
-        runs: Sequence[Sequence[Executable]],
+        engines: Sequence[Sequence[Executable]],
     ):
         self._sharded = sharded
         self._signature = signature
         self._signatures = signatures
-        self._runs = runs
-        self.where = _where(runs[0][0])
+        self._engines = engines
+        self.where = _where(engines[0][0])
         self.inputs = _declared(signature.inputs)
         self.outputs = _declared(signature.outputs)
 
-    def prepare(self, inputs: Arrays, outputs: Arrays) -> Run:
+    def prepare(self, inputs: Arrays, outputs: Arrays) -> Call:
         calls, ranks = self._prepare(inputs, outputs)
         return _sequence([*calls, *self._gather_calls(ranks, outputs)])
 
@@ -62,21 +62,21 @@ class RankBlock:
         parts = {name: [arrays[name] for arrays in ranks] for name in outputs if name in self._sharded.values}
         return ShardOutputs(_sequence(calls), parts, _sequence(self._gather_calls(ranks, outputs)))
 
-    def _prepare(self, inputs: Arrays, outputs: Arrays) -> tuple[list[Run], list[dict[str, np.ndarray]]]:
+    def _prepare(self, inputs: Arrays, outputs: Arrays) -> tuple[list[Call], list[dict[str, np.ndarray]]]:
         """Return the calls of all pieces, and each rank's named arrays."""
         sizes = _sizes(self._signature, inputs, outputs)
-        degree = len(self._runs[0])
+        degree = len(self._engines[0])
         shards = self._sharded.values
         ranks: list[dict[str, np.ndarray]] = [{} for _ in range(degree)]
-        calls: list[Run] = []
+        calls: list[Call] = []
         for name, array in inputs.items():
             for rank, arrays in enumerate(ranks):
                 arrays[name] = _rank_input(shards.get(name), array, rank, calls)
-        for piece, signature, runs in zip(self._sharded.pieces, self._signatures, self._runs, strict=True):
-            for rank, (arrays, run) in enumerate(zip(ranks, runs, strict=True)):
+        for piece, signature, engines in zip(self._sharded.pieces, self._signatures, self._engines, strict=True):
+            for rank, (arrays, engine) in enumerate(zip(ranks, engines, strict=True)):
                 piece_inputs = {io.name: arrays[io.name] for io in signature.inputs}
                 piece_outputs = {io.name: self._output(io, rank, outputs, sizes) for io in signature.outputs}
-                calls.append(run.prepare(piece_inputs, piece_outputs))
+                calls.append(engine.prepare(piece_inputs, piece_outputs))
                 arrays.update(piece_outputs)
             for partial_name, total_name in piece.sums.items():
                 partials = [arrays[partial_name] for arrays in ranks]
@@ -90,8 +90,8 @@ class RankBlock:
                     arrays[total_name] = total
         return calls, ranks
 
-    def _gather_calls(self, ranks: Sequence[Arrays], outputs: Arrays) -> list[Run]:
-        calls: list[Run] = []
+    def _gather_calls(self, ranks: Sequence[Arrays], outputs: Arrays) -> list[Call]:
+        calls: list[Call] = []
         for name, array in outputs.items():
             shard = self._sharded.values.get(name)
             if shard is not None:
@@ -109,16 +109,16 @@ class RankBlock:
 class RankAttention:
     """A phase of attention over all heads, by an engine for one rank's heads; shards: see `attention_shards`."""
 
-    def __init__(self, shards: Mapping[str, Shard], signature: Signature, run: Executable, degree: int):
+    def __init__(self, shards: Mapping[str, Shard], signature: Signature, engine: Executable, degree: int):
         self._shards = shards
-        self._run = run
+        self._engine = engine
         self._degree = degree
-        self.where = _where(run)
+        self.where = _where(engine)
         self.inputs = _declared(signature.inputs)
         self.outputs = _declared(signature.outputs)
 
-    def prepare(self, inputs: Arrays, outputs: Arrays) -> Run:
-        calls: list[Run] = []
+    def prepare(self, inputs: Arrays, outputs: Arrays) -> Call:
+        calls: list[Call] = []
         for rank in range(self._degree):
             rank_inputs = {}
             for name, array in inputs.items():
@@ -126,15 +126,15 @@ class RankAttention:
             rank_outputs = {}
             for name, array in outputs.items():
                 rank_outputs[name] = np.empty_like(self._shards[name].take(array, rank), order="C")
-            calls.append(self._run.prepare(rank_inputs, rank_outputs))
+            calls.append(self._engine.prepare(rank_inputs, rank_outputs))
             for name, array in outputs.items():
                 calls.append(functools.partial(self._shards[name].put, array, rank, rank_outputs[name]))
         return _sequence(calls)
 
 
-def _where(run: Executable) -> str:
-    assert isinstance(run, HostExecutable)  # ranks are of engines on host arrays
-    return run.where
+def _where(engine: Executable) -> str:
+    assert isinstance(engine, HostExecutable)  # ranks are of engines on host arrays
+    return engine.where
 
 
 def _declared(ios: Sequence[IO]) -> dict[str, Declared]:
@@ -151,7 +151,7 @@ def _sizes(signature: Signature, inputs: Arrays, outputs: Arrays) -> dict[str, i
     return sizes
 
 
-def _rank_input(shard: Shard | None, array: np.ndarray, rank: int, calls: list[Run]) -> np.ndarray:
+def _rank_input(shard: Shard | None, array: np.ndarray, rank: int, calls: list[Call]) -> np.ndarray:
     """Return a rank's shard of an input, which a call that is added to `calls` copies; the array if not sharded."""
     if shard is None:
         return array
@@ -172,7 +172,7 @@ def _all_reduce(partials: Sequence[np.ndarray], total: np.ndarray) -> None:
     np.copyto(total, accumulated, casting="same_kind")
 
 
-def _sequence(calls: Sequence[Callable[[], None]]) -> Run:
+def _sequence(calls: Sequence[Callable[[], None]]) -> Call:
     def run() -> None:
         for call in calls:
             call()

@@ -14,17 +14,17 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from lockstep.step.executable import Call
 from lockstep_gpu import cuda
 from lockstep_gpu.plan import Chunks
 
 Arrays = Mapping[str, cuda.Array]
-Call = Callable[[], None]
 Calls = list[tuple[str, Call]]  # each with the name that its time is reported under
 Buffer = Callable[[str, Sequence[int], np.dtype], cuda.Array]  # (name, shape, dtype) -> an array that all steps share
 
 
 class Part(NamedTuple):
-    """Some calls of a prefill pass.
+    """Some calls of a pass with chunks.
 
     key: all that the calls depend on, except array contents, so that a graph of them can be reused; None: it can't.
     """
@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class PassTokens:
-    """The tokens of a prefill pass: first one for each slot up to the highest that decodes, then the chunks.
+    """The tokens of a pass with chunks: first one for each slot up to the highest that decodes, then the chunks.
 
     Attributes:
         rows: [num_tokens] int32: the slot whose cache the token goes into, or -1.

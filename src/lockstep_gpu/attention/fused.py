@@ -9,11 +9,11 @@ from typing import cast
 
 import numpy as np
 
-from lockstep.step.executable import HostExecutable
+from lockstep.step.executable import Call, HostExecutable
 from lockstep.step.network import LayerAttention
 from lockstep.step.pages import PageTables
 from lockstep_gpu import cuda
-from lockstep_gpu.attention.base import Arrays, Buffer, Call, Calls, Part, PassTokens
+from lockstep_gpu.attention.base import Arrays, Buffer, Calls, Part, PassTokens
 from lockstep_gpu.attention.kernel_spec import PAGE, AttentionKernelSpec, DeviceRopeTables, PagedTokens, page_shape
 from lockstep_gpu.attention.page_kernels import RopeKernel
 from lockstep_gpu.attention.paged_decode import DecodeAttention, Scratch

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from lockstep.errors import CheckError, note
+from lockstep.step.executable import Call
 from lockstep_gpu import cuda
-from lockstep_gpu.attention.base import Call, PassTokens
+from lockstep_gpu.attention.base import PassTokens
 from lockstep_gpu.attention.kernel_spec import PAGE, AttentionKernelSpec, PagedTokens, page_shape
 from lockstep_gpu.attention.page_kernels import Fp8Pages
 from lockstep_gpu.libraries import require_cudnn

@@ -16,9 +16,10 @@ import numpy as np
 
 from lockstep.artifacts.adapters import IDS, mask_rank
 from lockstep.artifacts.signature import IO, concrete_shape
+from lockstep.step.executable import Call
 from lockstep.step.network import Block, LayerMixer, Network, ShardCall
 from lockstep_gpu import cuda
-from lockstep_gpu.attention.base import Arrays, Call, Calls
+from lockstep_gpu.attention.base import Arrays, Calls
 from lockstep_gpu.plan import MAX_VERIFY_TOKENS, SMALLEST_CHUNK, BlockChoice, StepLimits
 from lockstep_gpu.program import Bound, GpuExecutable, GpuProgram, Shapes
 from lockstep_gpu.ranks.all_reduce import Exchange
@@ -269,7 +270,7 @@ class PrefillPass:
 
 def engine_of(of: Block | ShardCall) -> GpuExecutable:
     """Return the executable of a block or of a rank's call, which is always a GPU's here."""
-    return cast(GpuExecutable, of.run)
+    return cast(GpuExecutable, of.engine)
 
 
 def _bind(step: _EngineCall) -> _BoundCall:

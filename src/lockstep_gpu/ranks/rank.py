@@ -11,9 +11,8 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from lockstep.artifacts.signature import IO, concrete_shape
-from lockstep.step.advance import PackedTokens
+from lockstep.step.advance import Observer, PackedTokens
 from lockstep.step.network import Block, Network
-from lockstep.step.observer import Observer
 from lockstep.step.pages import PageTables
 from lockstep_gpu import cuda
 from lockstep_gpu.attention.base import Arrays, Attention, Calls, PagedAttention, Part, PassTokens

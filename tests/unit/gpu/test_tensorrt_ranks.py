@@ -323,7 +323,7 @@ def test_logits_that_are_none_end_their_request_alone(open_model, gpu) -> None:
     model = open_model()
     model.step_tokens([Advance(0, np.array([3, 4]), 0)])
     for rank in model.executor.ranks:
-        (table,) = rank.network.embedding.run.weights.values()
+        (table,) = rank.network.embedding.engine.weights.values()
         gpu.array(table.address, table.shape, table.dtype)[9] = np.nan
     advances = [Advance(0, np.array([5]), 2), Advance(1, np.array([9]), 0), Advance(2, np.array([5]), 0)]
     tokens, logits = model.step_with_logits(advances, [0, 1, 2])
@@ -451,7 +451,7 @@ def test_ranks_that_differ_are_told_when_asked_for(open_model, gpu, monkeypatch:
     monkeypatch.setenv("LOCKSTEP_CHECK_RANKS", "1")
     model = open_model()
     model.step([Advance(0, np.arange(6), 0)])
-    (table,) = model.executor.ranks[1].network.embedding.run.weights.values()
+    (table,) = model.executor.ranks[1].network.embedding.engine.weights.values()
     gpu.array(table.address, table.shape, table.dtype)[3] *= 2
     with pytest.raises(CheckError, match=r"rank 1 \(GPU 1\): expected the values after the last layer of rank 0 to"):
         model.step([Advance(0, np.array([3]), 6)])

@@ -300,7 +300,7 @@ def test_tokens_of_logits_that_are_not_finite_are_an_error(open_model, form, gpu
     """The device chooses: nothing on the host has seen the logits."""
     model = open_model(2)
     (token,) = model.step_tokens([Advance(0, np.arange(5), 0)])
-    gains = next(array for name, array in model.executor.ranks[0].network.exit.run.weights.items() if "norm" in name)
+    gains = next(array for name, array in model.executor.ranks[0].network.exit.engine.weights.items() if "norm" in name)
     gpu.array(gains.address, gains.shape, gains.dtype)[3] = np.nan
     # -1 is no token that a step could go on with
     assert model.step_tokens([Advance(0, np.array([token]), 5)], following=True).tolist() == [-1] and model.in_flight
@@ -1255,7 +1255,7 @@ def test_layers_of_a_prompt_are_not_told_the_same_shapes_and_addresses_again(dem
     assert not shapes and {"query", "attention"}.isdisjoint(addresses)
     assert addresses, "layers have weights of their own"
     pair.step(prompts=[(2, 41)])
-    engines = {id(block.run.program): block for block, _ in pair.found.executor.ranks[0].network.layers}
+    engines = {id(block.engine.program): block for block, _ in pair.found.executor.ranks[0].network.layers}
     inputs = [io.name for block in engines.values() for io in block.signature.inputs]
     network = pair.found.executor.ranks[0].network
     inputs += [io.name for block in (network.embedding, network.exit) for io in block.signature.inputs]

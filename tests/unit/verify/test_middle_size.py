@@ -18,7 +18,7 @@ from tests import lifelike
 from lockstep import Model, ModelOptions, Request
 from lockstep.export.small_configs import shallow_config
 from lockstep.export.torch_model import cut_config, load_folder
-from lockstep.runtime.decoding import Decoding
+from lockstep.runtime.generate import Decoding
 
 _PROMPT = 2048
 _NEW = 200

@@ -35,7 +35,7 @@ from lockstep.backends.onnxruntime.decode_layers import Part, past_of, stitch
 from lockstep.backends.onnxruntime.row_bits import decoded_rows_keep_their_bits, rows_keep_their_bits
 from lockstep.errors import CheckError, InputError
 from lockstep.onnx_tools.sessions import E4M3, e4m3_value
-from lockstep.step.executable import Run, check_bound
+from lockstep.step.executable import Call, check_bound
 from lockstep.step.network import Network
 from lockstep.weights import Tensors, WeightInputs, check_arrays, check_bound_slots, check_inputs, slot_array
 
@@ -135,7 +135,7 @@ class OnnxRuntimeBackend(HostBackend):
         weights = None
         size = 0
         for number, (block, mixer) in enumerate(network.layers):
-            engine = block.pieces[0].run
+            engine = block.pieces[0].engine
             attention = mixer.engines["decode"]
             if not (isinstance(engine, OnnxRuntimeExecutable) and isinstance(attention, OnnxRuntimeExecutable)):
                 return None  # several ranks: each block is pieces with all-reduces between them
@@ -248,7 +248,7 @@ class OnnxRuntimeExecutable:
         self.present = {name: past for name in outputs if (past := past_of(name))}
         self.outputs = {name: value for name, value in outputs.items() if name not in self.present}
 
-    def prepare(self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> Run:
+    def prepare(self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> Call:
         check_bound(inputs, self.inputs, self.where)
         check_bound(outputs, self.outputs, self.where)
         if not self.present:
@@ -272,12 +272,12 @@ class OnnxRuntimeExecutable:
 
     def _call_over(
         self, pasts: Mapping[str, np.ndarray], inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]
-    ) -> Run:
+    ) -> Call:
         """Return a call of the session that puts new keys and values into `pasts`."""
         present = {name: pasts[past] for name, past in self.present.items()}
         return self._call({**inputs, **pasts}, {**outputs, **present})
 
-    def _call(self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> Run:
+    def _call(self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> Call:
         binding = self._session.io_binding()
         for name, array in inputs.items():
             binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))

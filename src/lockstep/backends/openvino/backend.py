@@ -22,7 +22,7 @@ from lockstep.backends.openvino.cpu import why_not
 from lockstep.backends.openvino.library import CORE, VERSION, one_line, openvino, replace, tensor_on, type_name
 from lockstep.backends.openvino.quantized import group_size
 from lockstep.errors import CheckError, InputError
-from lockstep.step.executable import Run, check_bound
+from lockstep.step.executable import Call, check_bound
 from lockstep.weights import Tensors, WeightInputs, check_arrays, check_bound_slots, check_inputs, slot_array
 
 
@@ -137,7 +137,7 @@ class OpenVINOExecutable:
         self.inputs = {name: _declared(value) for name, value in zip(names[0], compiled.inputs, strict=True)}
         self.outputs = {name: _declared(value) for name, value in zip(names[1], compiled.outputs, strict=True)}
 
-    def prepare(self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> Run:
+    def prepare(self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> Call:
         request = self.compiled.create_infer_request()
         check_bound(inputs, self.inputs, self.where)
         check_bound(outputs, self.outputs, self.where)
@@ -159,7 +159,7 @@ class OpenVINOExecutable:
 
         return call
 
-    def _infer(self, request: Any) -> Run:
+    def _infer(self, request: Any) -> Call:
         if self._threads > 1:
             return functools.partial(request.infer, share_outputs=True)
 

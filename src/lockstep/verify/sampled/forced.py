@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep.runtime.decoding import Decoding
+from lockstep.runtime.generate import Decoding
 from lockstep.runtime.model import Model
 from lockstep.runtime.request import Request
 

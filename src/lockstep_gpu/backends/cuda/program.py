@@ -21,7 +21,7 @@ from lockstep.artifacts.dtypes import named_dtype
 from lockstep.artifacts.signature import IO
 from lockstep.errors import InputError
 from lockstep.onnx_tools.products import Experts, Product
-from lockstep.step.executable import Run
+from lockstep.step.executable import Call
 from lockstep.weights import Tensors, check_bound_slots, check_inputs
 from lockstep_gpu import cuda
 from lockstep_gpu.backends.cuda.kernels_file import Group, KernelsFile, Shape
@@ -311,7 +311,7 @@ class KernelsExecutable(GpuExecutable):
 
     def prepare_fused_all_reduce(
         self, exchange: Exchange, values: cuda.Array, inputs: Arrays, outputs: Arrays
-    ) -> tuple[Run, Run] | None:
+    ) -> tuple[Call, Call] | None:
         kernel = self.program.block.steps[0].kernel
         if kernel is None:
             return None
