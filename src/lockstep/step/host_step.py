@@ -121,14 +121,14 @@ class RowAttention:
         self._attention = _one_token(layer_attention.attention)
         self._new = [np.empty((1, shape.num_kv_heads, dim), dtype) for dim in (shape.head_dim, shape.value_head_dim)]
         outputs = {"attention": self._attention, "key_out": self._new[0], "value_out": self._new[1]}
-        self._run = layer_attention.engines["decode"].prepare(self._inputs, outputs)
+        self._call = layer_attention.engines["decode"].prepare(self._inputs, outputs)
         self._cached = [array[0].swapaxes(0, 1) for array in past]
 
     def __call__(self, inputs: Mapping[str, np.ndarray], attention: np.ndarray) -> None:
         for name in ("query", "key", "value"):
             self._inputs[name][:] = inputs[name]
         self._position[:] = inputs["position_ids"]
-        self._run()
+        self._call()
         attention[:] = self._attention
         for cached, new in zip(self._cached, self._new):
             cached[self._position[0]] = new[0]

@@ -24,9 +24,9 @@ class _Declared(NamedTuple):
 
 
 class ShardOutputs(NamedTuple):
-    """A block in two calls; parts: by output, its shards after `run`, which `gather` puts together."""
+    """A block in two calls; parts: by output, its shards after `call`, which `gather` puts together."""
 
-    run: Call
+    call: Call
     parts: Mapping[str, Sequence[np.ndarray]]
     gather: Call
 

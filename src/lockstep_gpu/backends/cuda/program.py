@@ -341,9 +341,9 @@ Step = Callable[[Sizes], None]
 class _BoundSteps:
     """The steps of an executable on arrays of the largest sizes."""
 
-    def __init__(self, run: KernelsExecutable, arrays: Arrays, captured: bool):
-        self._run = run
-        self._program = program = run.program
+    def __init__(self, engine: KernelsExecutable, arrays: Arrays, captured: bool):
+        self._engine = engine
+        self._program = program = engine.program
         self._shared = _SharedBuffers.of(program.device, captured, program.dtype)
         self._largest = program.sizes({name: array.shape for name, array in arrays.items()})
         self._arrays = arrays
@@ -401,7 +401,7 @@ class _BoundSteps:
         arguments: list[cuda.Array | int] = []
         for name, kind in kernel.arguments:
             if kind in OF_WEIGHTS:
-                arguments.append(self._run.weights[name])
+                arguments.append(self._engine.weights[name])
                 continue
             assert kind in (ROWS, INDEX, CHOICES)
             view = self._values[name]
@@ -440,8 +440,8 @@ class _BoundSteps:
             self._orders[experts.ids] = order
             sort = order.sort
             steps.append(lambda sizes: sort(sizes[rows]))
-        scales = self._run.weights[product.slots[1]] if len(product.slots) > 1 else None
-        stack = ExpertStack(self._run.weights[product.slots[0]], scales, experts.weight)
+        scales = self._engine.weights[product.slots[1]] if len(product.slots) > 1 else None
+        stack = ExpertStack(self._engine.weights[product.slots[0]], scales, experts.weight)
         x = self._values[product.input].array
         out = self._values[product.output].array
         multiply = bind_experts(stream, stack, x, out, order, experts.shared)
@@ -455,7 +455,7 @@ class _BoundSteps:
                 if product.experts:
                     steps += self._products_of_experts(product, product.experts)
             return steps
-        weight = self._run.groups[group]
+        weight = self._engine.groups[group]
         rows = self._rows(group)
         x = self._values[group[0].input].array
         products = self._shared.products
