@@ -90,7 +90,7 @@ class Ended(KeyboardInterrupt):
 @contextlib.contextmanager
 def _ending_raises() -> Iterator[None]:
     """Raise Ended where a signal of `ENDING` would end this process; ignored (`nohup`) or handled ones stay so."""
-    # Python sets handlers, and takes signals, in the main thread only.
+    # Python allows signal handlers in the main thread only.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -170,7 +170,7 @@ def guard() -> Iterator[None]:
     A programming error keeps its traceback. An interrupt, SIGTERM and SIGHUP are one line too, after all cleanup; the
     exit code is 128 and the signal's number. Characters that stdout's encoding lacks are escaped.
     """
-    # Only this class can be told to escape; in a test or a notebook stdout may be another.
+    # Only a TextIOWrapper can be reconfigured; tests and notebooks may replace stdout.
     if isinstance(sys.stdout, io.TextIOWrapper) and codecs.lookup(sys.stdout.encoding).name != "utf-8":
         sys.stdout.reconfigure(errors=_ESCAPES)
     try:

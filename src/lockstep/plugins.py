@@ -76,7 +76,7 @@ def backend_packages() -> Mapping[str, str]:
     for settings in _OWN_BACKENDS.glob("*/settings.py"):
         name = settings.parent.name
         packages[name] = f"lockstep.backends.{name}"
-    # Their names are parts of paths, and of names of targets, which slashes separate.
+    # Backend names become parts of paths, and of target names, which slashes separate.
     for name in packages:
         assert re.fullmatch("[a-z][a-z0-9_]*", name), f"backends: expected small letters, digits and _, found {name!r}"
     return dict(sorted(packages.items()))

@@ -51,7 +51,7 @@ def freeze_heap() -> None:
     A server's processes hold some 70,000 objects once they are ready. A full collection walks them for 20 ms or more,
     during which no token is sent.
     """
-    # Garbage that is frozen would never be collected.
+    # Collect first: frozen garbage would never be freed.
     gc.collect()
     gc.freeze()
 

@@ -77,7 +77,7 @@ class Artefact:
     @overload
     def __get__(self, tree: Results, owner: type) -> Callable[..., Path]: ...
     def __get__(self, tree: Results | None, owner: type) -> Artefact | Callable[..., Path]:
-        # As a method is bound: `Results.golden` is the artefact, `tree.golden` the function that gives its path.
+        # Bound like a method: `Results.golden` is the artefact, `tree.golden` the function that returns its path.
         return self if tree is None else functools.partial(self, tree)
 
 

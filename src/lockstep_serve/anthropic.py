@@ -104,11 +104,11 @@ def messages_chat(body: MessagesBody) -> ChatBody:
         tools=[_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ())],
         tool_choice=choice,
         parallel_tool_calls=parallel,
-        # Anthropic's way to begin an answer for the model: the last message is then the assistant's.
+        # In Anthropic's API a final message of the assistant is the beginning of the answer.
         continue_final_message=bool(messages) and messages[-1]["role"] == "assistant",
         response_format=chat_form(config.get("format")),
         reasoning_effort=config.get("effort"),
-        # The name that chat templates of hybrid models have for it (Qwen 3); others ignore it.
+        # The switch in chat templates of hybrid models (Qwen 3); others ignore it.
         chat_template_kwargs={"enable_thinking": body.thinks},
         thinking_token_budget=budget,
     )
@@ -163,7 +163,7 @@ def _messages(message: Any, where: str) -> list[dict[str, Any]]:
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "thinking" and role == "assistant":
             thoughts.append(str(block.get("thinking", "")))
-        # Thoughts that Anthropic has encrypted say nothing to this model.
+        # Reasoning that Anthropic has encrypted is useless to this model.
         elif kind != "redacted_thinking":
             raise _invalid(
                 block_where, "a block of text, tool_use, tool_result or thinking: this model reads text only", kind
@@ -283,7 +283,7 @@ class MessagesAnswer(BlockAnswer):
 
 def _block(block: Block) -> dict[str, Any]:
     if block.kind == "reasoning":
-        # Anthropic signs thoughts, to accept them in the next request; here they are taken as they come.
+        # Anthropic signs reasoning and checks it in later requests; this server does not.
         return {"type": "thinking", "thinking": block.text, "signature": ""}
     if block.kind == "call":
         return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _input(block.text)}
@@ -293,7 +293,7 @@ def _block(block: Block) -> dict[str, Any]:
 def _input(arguments: str) -> Any:
     """Return a call's arguments: the streamed text if it is JSON, else what can be read of it."""
     try:
-        # The model's own text, not the parsed value: a number keeps its digits, as in the streamed answer.
+        # Return the model's text, not the parsed value, so that numbers keep their digits, as in a stream.
         json.loads(arguments)
         return msgspec.Raw(arguments.encode())
     except (ValueError, RecursionError):

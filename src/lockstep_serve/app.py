@@ -80,7 +80,7 @@ def _guarded(endpoint: Endpoint, access: Access, weights: WeightUpdates) -> Call
             check_access(request, keys, access.loopback_host)
             if request.method != "POST" or endpoint.path in _WITHOUT_MODEL:
                 return await endpoint.handler(request)
-            # It waits while weights are replaced, and an update waits until it is queued.
+            # Requests wait while weights are replaced, and an update waits until they are queued.
             async with weights.entered():
                 return await endpoint.handler(request)
         except StreamError as raised:
@@ -104,7 +104,7 @@ class _PathErrors:
         note(request.scope)
         message = f"{request.method} {request.url.path[:80]}: {error.detail}"
         response = self._response(request, BadRequest(message, None, error.status_code))
-        # A 405 says in Allow which methods the path has.
+        # A 405 lists the path's methods in Allow.
         response.headers.update(error.headers or {})
         return response
 
@@ -209,7 +209,7 @@ class _Api:
     async def _load_adapter(self, request: Request) -> Any:
         body = await self._body(request, LoadAdapterBody)
         await self._service.adapters.load(body.lora_name, body.lora_path)
-        # vLLM's words, for which scripts look.
+        # The same words as vLLM's.
         return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.", media_type="text/plain")
 
     async def _unload_adapter(self, request: Request) -> Any:

@@ -105,7 +105,7 @@ class BlockAnswer(TokenResponse):
     async def full_response(self) -> Response:
         async for _ in self._stream:
             pass
-        # The same reader as for a stream, so that both have the same blocks.
+        # Use the reader of streams, so that whole answers have the same blocks.
         reader = self._plan.reader()
         for part in [*reader.push(self._stream.choices[0].text), *reader.finish()]:
             list(self._add(part))
@@ -123,7 +123,7 @@ class BlockAnswer(TokenResponse):
                         yield _encoded(events)
             self._count_calls(reader)
             yield _encoded(self.closing())
-        # The status 200 was sent with the first event.
+        # Status 200 was sent before the first event, so the error is an event too.
         except StreamError as error:
             yield _encoded([self.failing(error)])
 
@@ -158,7 +158,7 @@ class BlockAnswer(TokenResponse):
             kind = "reasoning"
         text = part.text
         if self._open is None or self._open.kind != kind:
-            # Between reasoning, text and calls models write blank lines, of which no block should consist.
+            # Models write blank lines between reasoning, text and calls; these alone make no block.
             if self.blocks and not (text := text.lstrip()):
                 return
             yield from self._begin(Block(len(self.blocks), kind))

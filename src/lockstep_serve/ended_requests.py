@@ -83,7 +83,7 @@ def observed(app: ASGIApp, observers: Sequence[Observer]) -> ASGIApp:
         async def sent(message: Message) -> None:
             nonlocal status
             await send(message)
-            # After it was sent: a client that has gone before has no status.
+            # Only after it was sent: a client that disconnects before that counts as gone.
             if message["type"] == "http.response.start":
                 status = message["status"]
 

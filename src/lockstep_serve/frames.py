@@ -202,7 +202,7 @@ _CLASSES = {(member.__module__, member.__qualname__): member for member in _ALLO
 
 
 class _Unpickler(pickle.Unpickler):
-    # pickle would call any function that a frame names.
+    # By default pickle would call any function that a frame names.
     def find_class(self, module: str, name: str) -> Any:
         try:
             return _CLASSES[module, name]
@@ -241,7 +241,7 @@ def split(data: bytearray) -> list[bytes]:
             break
         frames.append(bytes(memoryview(data)[start + HEADER.size : end]))
         start = end
-    # Once for all of them: each deletion moves the rest.
+    # Delete once for all frames, because each deletion moves the rest.
     del data[:start]
     return frames
 

@@ -69,7 +69,7 @@ def _structured_outputs(value: Any) -> Grammar | None:
     name = "structured_outputs"
     if not isinstance(value, dict):
         raise BadRequest(f"{name}: expected an object, found another value", name)
-    # Clients send all of vLLM's fields, those that are not used as null or false.
+    # Clients send unused fields as null or false.
     set_keys = {key for key, setting in value.items() if setting is not None and setting is not False}
     keys = [key for key in _KINDS if key in set_keys]
     if len(keys) > 1 or set_keys - {*_KINDS, *_IGNORED}:
@@ -88,7 +88,7 @@ def _grammar(key: str, value: Any, name: str) -> Grammar:
     elif key == "choice":
         if not isinstance(value, list) or not value or not all(isinstance(text, str) and text for text in value):
             raise BadRequest(f"{name}: expected a list of texts, found another value", name)
-        # A string of Lark is written as JSON's.
+        # Lark's strings have the syntax of JSON's.
         text = "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in value)
     elif isinstance(value, str) and value:
         text = value

@@ -142,7 +142,7 @@ def plain_messages(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mappin
             plain.append({"role": "assistant", "content": json.dumps(content, ensure_ascii=False)})
         else:
             plain.append(dict(message))
-    # Many templates take one system message, and only the first.
+    # Many templates allow a single system message, at the beginning.
     if plain[0]["role"] == "system":
         return [{**plain[0], "content": f"{plain[0]['content']}\n\n{instructions}"}, *plain[1:]]
     return [{"role": "system", "content": instructions}, *plain]
@@ -169,7 +169,7 @@ def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
         return call
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        # Complete arguments are passed on unchanged; those of an answer that was cut are completed.
+        # Complete arguments stay unchanged; those of a truncated answer are completed.
         try:
             if isinstance(json.loads(arguments), dict):
                 return call

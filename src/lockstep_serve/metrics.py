@@ -140,7 +140,7 @@ class _TokenTimes(Collector):
         for model, counts in self._counts.items():
             buckets = list(zip(bounds, accumulate(map(float, counts))))
             family.add_metric([model], buckets, self._sums[model])
-            # As prometheus_client's own histograms have it.
+            # As in prometheus_client's own histograms.
             family.add_sample(f"{self._name}_created", {"model_name": model}, self._created)
         yield family
 
@@ -195,7 +195,7 @@ class ModelMetrics:
     def token(self, now: float, prompt: PromptRequest) -> None:
         if prompt.last_token is None:
             self._ttft.observe(now - prompt.arrived)
-        # Tokens of several choices come together: the time between two of them says nothing.
+        # Tokens of several choices arrive together, so the time between them means nothing.
         elif len(prompt.choices) == 1:
             self._itl.observe(self._model, now - prompt.last_token)
 

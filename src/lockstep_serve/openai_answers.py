@@ -97,7 +97,7 @@ class AnswerFormat(TokenResponse):
         return b"data: " + msgspec.json.encode(value).removesuffix(b"]}")
 
     def event(self, choice: dict[str, Any]) -> bytes:
-        # Joined from encoded parts: each token of each answer is an event, and only its choice differs.
+        # Joined from encoded parts, because every token is an event and only the choice differs.
         usage = b""
         if self._continuous:
             usage = _usage(self._counts_of(choice["index"]))

@@ -120,10 +120,10 @@ def _plan(tools: Tools | None, model: ServedModel, prompt: str, messages: Sequen
     """Return the plan by which the answers to a prompt are read."""
     reasoning = model.reasoning_format
     format = model.tool_format
-    # Some templates write the mark themselves, so that the answer begins with reasoning.
+    # Some templates end with the mark, so that the answer begins with reasoning.
     opened = reasoning is not None and prompt.rstrip().endswith(reasoning.begin)
     if tools is None or tools.choice == "none" or format is None:
-        # Harmony marks answers too, and is read with or without tools.
+        # Harmony marks answers too, so it is parsed with and without tools.
         if format is not None and not format.answer:
             format = None
         return AnswerPlan(reasoning, opened, format)
@@ -187,12 +187,12 @@ class ChatFormat(AnswerFormat):
             parts += reader.finish()
         deltas = [self._delta(delta.index, part) for part in parts]
         logprobs = self._token_logprobs(delta.token_ids, delta.logprobs)
-        # A token without text yet (part of a character, or of a mark) has log-probabilities all the same.
+        # A token without text yet (part of a character or of a mark) still has log-probabilities.
         if delta.logprobs and not deltas:
             deltas = [{"content": ""}]
         for part_delta in deltas:
             yield _chunk(delta.index, part_delta, logprobs=logprobs)
-            # Once: they are of all tokens of the delta.
+            # Sent once: they are of all tokens of the delta.
             logprobs = None
         if delta.finish:
             yield _chunk(delta.index, {}, self._finish(reader, delta.finish))

@@ -169,7 +169,7 @@ def prompt_requests(
                 prompt,
                 max_new_tokens,
                 stop_ids=stop_ids,
-                # Each prompt of a list draws other numbers.
+                # Each prompt of a list samples with another seed.
                 sampling=replace(sampling, seed=(sampling.seed + number) % (1 << 64)),
                 n=n,
                 priority=body.priority or 0,

@@ -45,12 +45,12 @@ class Endpoint:
 
 def openapi(endpoints: Sequence[Endpoint], has_keys: bool) -> dict[str, Any]:
     """Return the document; has_keys: requests need an API key."""
-    # Several endpoints have one body; a dict keeps their order, and with it that of the document.
+    # Endpoints share bodies; a dict removes duplicates and keeps the order of the document.
     bodies = {endpoint.body: None for endpoint in endpoints if endpoint.body is not None}
     _, schemas = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
     paths: dict[str, Any] = {}
     for endpoint in endpoints:
-        # OpenAPI has no converters: {name:path} of Starlette is {name}.
+        # OpenAPI has no converters: Starlette's {name:path} becomes {name}.
         path = re.sub(r"{(\w+):\w+}", r"{\1}", endpoint.path)
         for method in endpoint.methods.split():
             paths.setdefault(path, {})[method.lower()] = _operation(method, path, endpoint.body)

@@ -59,7 +59,7 @@ class TokenResponse:
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         stream = self._stream
         try:
-            # Before the status is sent: the engine may still refuse the request.
+            # Wait before the status is sent, because the engine may still refuse the request.
             if stream is not None:
                 await stream.admission()
             if not self._in_chunks:
@@ -73,6 +73,6 @@ class TokenResponse:
 
 
 async def _disconnected(receive: Receive) -> None:
-    # Of a body that was not read to its end there may be more messages first.
+    # If the body was not read to its end, more of it may come first.
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -82,7 +82,7 @@ def responses_chat(body: ResponsesBody) -> ChatBody:
     messages = _messages(body.input)
     if body.instructions is not None:
         messages = _with_instructions(body.instructions, messages)
-    # A chat refuses a choice without tools; a client sends "auto" also where all of its tools are left out here.
+    # A chat refuses a choice without tools, but clients send "auto" even if all of their tools are left out here.
     choice = None
     if tools or body.tool_choice != "auto":
         choice = _choice(body.tool_choice)
@@ -150,7 +150,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
         elif kind == "message" and item.get("role") in _ROLES:
             message = {"role": item["role"], "content": item.get("content")}
-            # Reasoning came as an item before it.
+            # The turn began with an item of reasoning.
             if item["role"] == "assistant" and _is_begun(messages) and "content" not in messages[-1]:
                 messages[-1] |= message
             else:

@@ -61,7 +61,7 @@ class _Server(uvicorn.Server):
     async def start(self, sockets: list[socket.socket]) -> None:
         """Serve at these sockets, as the task `serving`; return when connections are accepted."""
         self.serving = asyncio.create_task(self.serve(sockets=sockets))
-        # uvicorn has a flag and no event.
+        # uvicorn offers a flag, not an event.
         while not (self.started or self.serving.done()):
             await asyncio.sleep(0.005)
 
@@ -101,7 +101,7 @@ def serve(
             sockets.append(stack.enter_context(contextlib.closing(_tcp_socket(address))))
         if address.unix is not None:
             sockets.append(stack.enter_context(unix_socket(address.unix)))
-        # Where nobody but this machine connects, a Host that is no name of it is a page's (`check_access`).
+        # If only this machine can connect, requests for other hosts come from web pages (`check_access`).
         is_local = all(end.family == socket.AF_UNIX or ip_address(end.getsockname()[0]).is_loopback for end in sockets)
         if is_local:
             access = replace(access, loopback_host=address.host)
@@ -204,7 +204,7 @@ def _watch_signals() -> asyncio.Queue[int]:
     signals = asyncio.Queue[int]()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, *ENDING):
-        # nohup has it ignored, so that a closed terminal does not end the server.
+        # Under nohup it is ignored, and must stay so.
         is_nohup = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
         if not is_nohup:
             loop.add_signal_handler(number, signals.put_nowait, number)
@@ -215,7 +215,7 @@ def _tcp_socket(address: Address) -> socket.socket:
     assert address.port is not None
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
-    # Connections of a server that has just ended keep its port for a minute or two.
+    # Connections of a server that has just ended keep its port busy for a while.
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((address.host, address.port))

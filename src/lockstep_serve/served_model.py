@@ -51,7 +51,7 @@ class ServedModel:
     @property
     def ready(self) -> Ready:
         """Return the engine's limits, with this model's identity and end ids. The service must have been started."""
-        # An engine that was restarted has another frame; each request asks several times.
+        # A restarted engine has another frame. Cached, because each request asks several times.
         frame = self._service.ready
         if frame is not self._frame:
             self._frame = frame

@@ -20,7 +20,7 @@ class EngineProcess:
         except OSError as error:  # no free descriptor
             raise CheckError(f"engine process: expected a socket for it, found none: {error.strerror}") from None
         command = [sys.executable, "-m", "lockstep_serve.engine_process", str(theirs.fileno()), backend]
-        # What libraries print goes to stderr: standard output has the line of a server that is ready, and no other.
+        # Libraries print to stderr, because stdout holds only the line of a ready server.
         try:
             self.process = subprocess.Popen(
                 command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=2, env=environment()

@@ -217,7 +217,7 @@ def _line(message: str) -> str:
 
 
 def _limit() -> None:
-    # Of the address space, in pages: Python and Jinja have theirs already.
+    # In pages. The limit is on top of the address space that Python and Jinja use already.
     used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     for kind, limit in ((resource.RLIMIT_AS, used + MEMORY), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
         resource.setrlimit(kind, (limit, limit))
@@ -227,7 +227,7 @@ def main() -> None:
     """Answer frames until stdin ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the API process ends this one
         signal.signal(number, signal.SIG_IGN)
-    # Its default kills the process: a handler in Python would wait for the expression that never ends.
+    # The default kills the process; a handler in Python would wait for the expression that never ends.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     _limit()
     state: dict[str, Any] = {}

@@ -102,7 +102,7 @@ def _without_nulls(tool: Any, where: str) -> Any:
         return tool
     function = tool["function"]
     schema = function.get("parameters")
-    # Before all code that recurses over it.
+    # Check before any code recurses over it.
     depth = _depth(schema)
     if depth > _MAX_DEPTH:
         raise BadRequest(f"{where}.function.parameters: expected up to {_MAX_DEPTH} levels, found {depth}", "tools")

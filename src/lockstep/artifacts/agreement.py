@@ -152,7 +152,7 @@ def _check_variant(where: str, variant: AttentionVariant, dtype: str) -> None:
             "key_out": [tokens, kv_heads, dim],
             "value_out": [tokens, kv_heads, value_dim],
         }
-        # A graph without one of the inputs does not read it; without an output the cache would have nothing to store.
+        # A graph that lacks an input does not read it; a missing output would leave the cache nothing to store.
         signature = variant.phases()[phase].signature
         _require_unique_names(f"{where}.{phase}", signature)
         _expect(f"{where}.{phase}.outputs", sorted(io.name for io in signature.outputs), sorted(outputs))

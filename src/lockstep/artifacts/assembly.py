@@ -126,7 +126,7 @@ class Assembly(Document):
 
     def first_layers(self, count: int) -> tuple[Layer, ...]:
         """Return the entries of the first `count` decoder layers."""
-        # Decoder layers without a mixer have no entry: their exits are the `later_exits` of the entry before.
+        # Decoder layers without a mixer have no entry: their exits are the `later_exits` of the entry before them.
         return tuple(
             replace(layer, later_exits=layer.later_exits[: count - number - 1])
             for layer, number in zip(self.layers, self.layer_numbers)
@@ -135,7 +135,7 @@ class Assembly(Document):
 
     def exit_of(self, layers: Sequence[Layer]) -> BoundBlock:
         """Return the exit after the last of `layers`, which are whole decoder layers."""
-        # A decoder layer that goes on with another mixer has its exit there, and `validate_assembly` asks for the last.
+        # `validate_assembly` has checked that there is one.
         return layers[-1].exits[-1]
 
     @property

@@ -44,7 +44,7 @@ class ChatTemplate(Document):
         if entry is None:
             return None
         path = Path(assembly_json).parent / entry.file
-        # Loaded before it is hashed, so that a damaged file is told as one, and not as another export's.
+        # Parse before hashing, so that a damaged file is reported as damaged and not as another export's.
         template = cls.load(path)
         digest = sha256_file(path)
         if digest != entry.sha256:

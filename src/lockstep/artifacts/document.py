@@ -61,7 +61,7 @@ class ValidationError(InputError):
 
 
 def _shown(value: Any) -> str:
-    # The line goes to terminals and logs: no control characters of an untrusted file, whatever the encoding.
+    # The line goes to terminals and logs, so control characters of an untrusted file are escaped.
     try:
         return ascii(value)
     except RecursionError:
@@ -392,7 +392,7 @@ def _object_reader(kind: type) -> Read:
                     values[name] = read_item(value[key])
         except ValidationError as error:
             raise error.inside(key) from None
-        # A dataclass whose fields stand among these, of which it takes its own.
+        # An inlined dataclass reads its fields from the same object.
         for name, read_item in inner:
             values[name] = read_item(value)
         for name in other_names:
@@ -424,7 +424,7 @@ def _is_json(kind: Any) -> bool:
 
 
 def _json(value: Any) -> Any:
-    # Before sequences, of which a str is one.
+    # Check scalars first: a str is also a sequence.
     if isinstance(value, (str, int, float)):
         return value
     if dataclasses.is_dataclass(value):

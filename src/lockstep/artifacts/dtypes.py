@@ -141,7 +141,7 @@ def named_dtype(name: str) -> np.dtype:
     """Return the NumPy type of a graph's dtype. Raises InputError for one of ml_dtypes, without it."""
     import numpy as np
 
-    # Not by trying: ml_dtypes registers its names with NumPy only once it is imported.
+    # `np.dtype(name)` cannot simply be tried: ml_dtypes registers its names with NumPy when it is imported.
     if name not in ("bfloat16", "int4", "float8_e4m3fn"):
         return np.dtype(name)
     try:

@@ -88,7 +88,7 @@ def expert_slot(stack: str, number: int) -> str:
 
 def expert_slots(stack: str, inputs: Container[str]) -> list[str]:
     """Return the inputs of a stack's experts, in order; none where the stack is one input."""
-    # Up to the first number that is missing: the inputs do not say how many experts there are.
+    # Count up to the first missing number: the inputs do not say how many experts there are.
     slots: list[str] = []
     while (slot := expert_slot(stack, len(slots))) in inputs:
         slots.append(slot)

@@ -73,7 +73,7 @@ def write_fetched(manifest: Path, source: str, sha256: Mapping[str, str], **fiel
     files = []
     for name, digest in sorted(sha256.items()):
         files.append(StoredFile(f"{FOLDER}/{name}", (folder / name).stat().st_size, digest))
-    # Of fetches that were killed. The manifest comes last: without it the files are no checkpoint.
+    # Clean up after killed fetches. The manifest is written last, because it makes the files a checkpoint.
     remove_leftovers(manifest)
     Fetched(source, tuple(files), **fields).save(manifest)
     return manifest

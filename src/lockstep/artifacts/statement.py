@@ -113,7 +113,7 @@ class Statement:
             # The digest is compared with all else: whatever these fields do not hold would not be written back.
             is_whole = statement.to_json() == value
         except (LookupError, TypeError, AttributeError, ValueError):
-            # The usual mistake is a manifest in the statement's place: it is named, not quoted.
+            # The usual mistake is a manifest in the statement's place: name its format instead of quoting it.
             actual = value
             if isinstance(value, dict):
                 actual = value.get("format") or value

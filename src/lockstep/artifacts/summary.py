@@ -27,7 +27,7 @@ class SummaryRow:
     max_logprob_error: of the server's, compared with those of a second sampler; None where none were requested.
     """
 
-    # Their order is that of the CSV file's columns.
+    # The columns of the CSV file have this order.
     model: str
     layers: int | str
     precision: str

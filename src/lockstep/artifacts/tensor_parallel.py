@@ -37,7 +37,7 @@ class Shard(JsonObject):
         if size % degree == 0:
             part = size // degree
             return cls(axis, tuple(((rank * part, (rank + 1) * part),) for rank in range(degree)))
-        # `heads_divide` has seen that each index, a head of keys and values, falls to as many ranks as any other.
+        # `heads_divide` has checked that every index, a head of keys and values, goes to the same number of ranks.
         starts = [rank * size // degree for rank in range(degree)]
         return cls(axis, tuple(((start, start + 1),) for start in starts))
 
@@ -148,5 +148,5 @@ def attention_shards(variant: AttentionVariant, degree: int) -> dict[str, Shard]
 
 def heads_divide(num_heads: int, num_kv_heads: int, degree: int) -> bool:
     """Return whether each rank can have as many heads as the others: those of keys and values may be replicated."""
-    # Multi-query attention's single head is then at every rank.
+    # Multi-query attention's single head is replicated on every rank.
     return num_heads % degree == 0 and (num_kv_heads % degree == 0 or degree % num_kv_heads == 0)

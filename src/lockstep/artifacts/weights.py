@@ -61,7 +61,7 @@ class WeightsManifest(Document):
         }
         return cls(precision, tuple(files), numbered, group_size)
 
-    # Made when it is first asked for, and once: mixtures of experts have tens of thousands of tensors.
+    # Built on first use and kept: mixtures of experts have tens of thousands of tensors.
     @cached_property
     def tensors(self) -> Mapping[str, TensorPlace]:
         return {

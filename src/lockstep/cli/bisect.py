@@ -29,7 +29,7 @@ def bisect(
     tree = Results(results)
     config = used_config(tree)
     chosen = config.parse_target(target, of_last_run(tree))
-    # They load PyTorch, which takes seconds: a mistyped target is told before.
+    # These imports load PyTorch, which takes seconds: a mistyped target fails before.
     from lockstep.verify.bisect.report import text
     from lockstep.verify.bisect.run import bisect as bisect_target
 

@@ -33,7 +33,7 @@ def bundle(target: str, weights: bool, out: Path | None, sign_key: Path | None, 
             f"--out: expected a name that ends in {BUNDLE_SUFFIX}, by which commands recognise a bundle, found {out}"
         )
     if sign_key is not None:
-        # For its errors alone: a key that cannot sign is told before gigabytes are packed.
+        # Only for its errors: a key that cannot sign is reported before gigabytes are packed.
         dsse.private_key(sign_key)
 
     tree = Results(results)

@@ -78,9 +78,9 @@ def certify(
             click.echo(f"{name:<34} log-likelihood {value:10.1f}{words}")
         for note in certificate.skipped:
             click.echo(note, err=True)
-    # Last, for it raises the verdict's line unless that is "as published": the files of a bad verdict are wanted most.
+    # Last, because it raises unless the verdict is "as published", and the files are written for a bad verdict too.
     certificate.check()
-    # With --json standard output is one document.
+    # With --json, stdout holds one document only.
     click.echo(certificate.line, err=as_json)
 
 
@@ -96,7 +96,7 @@ def _hypotheses(golden: Path, layers: str, checkpoint: Path | None) -> Path:
         )
     model = reference.parent.parent
     path = model / "hypotheses" / reference.name
-    # Those that a run made are taken: the checkpoint is then not needed, nor the minutes that torch takes.
+    # Reuse those of a run: making them anew takes the checkpoint, torch and minutes.
     if path.is_file() and Hypotheses.load(path).reference == sha256_file(reference):
         return path
     place = checkpoint or model / "checkpoint.json"

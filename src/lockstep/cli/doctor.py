@@ -97,7 +97,7 @@ def _step_sizes(name: str, results: Path) -> StepSizes:
     with runnable(name, None, results) as place:
         options = ModelOptions(adapters_json=place.adapters)
         model = Model.open(place.engines, place.assembly, place.weights, place.target.layers, options)
-        # What a first step loads or records would count in the seconds that the comparison has.
+        # The comparison has a time limit, and first steps load libraries and record graphs.
         model.warm_up()
         return compare_step_sizes(model)
 
@@ -145,7 +145,7 @@ def needs(config: Config, name: str, place: Path) -> dict[str, Any]:
     # A number of a packed tensor holds several weights: there the config's shapes count, not the tensors'.
     if shape.packing is None and has_weights(place):
         parameters = sum(math.prod(tensor.shape) for tensor in find_tensors(place).tensors.values())
-    # A config.json that lacks a size: no figure is better than a wrong one.
+    # Some config.json lack a size: report nothing rather than a wrong figure.
     if parameters is None:
         return {}
     precisions = config.models[name].all_precisions()
@@ -177,7 +177,7 @@ def _machine_lines(facts: dict[str, Any]) -> list[str]:
             notes.append(f"{name}: {reason}")
         notes += [f"{name}: no {precision}: {reason}" for precision, reason in entry["lacking"].items()]
     lines += ["", *notes]
-    # An extra that is a backend's has its install line among the notes.
+    # Extras that are backends have their install line in the notes above.
     missing_extras = [extra for extra in sorted(facts["missing_extras"]) if extra not in facts["backends"]]
     if missing_extras:
         lines.append(f"Extras not installed: {', '.join(missing_extras)}. To install one: {pip_install('NAME')}")
@@ -197,7 +197,7 @@ def model_line(name: str, needed: dict[str, Any]) -> str:
         if nbytes > available:
             words[-1] += f", more than the {_size(available)} here"
     total = sum(needed["seconds"].values())
-    # The seconds are sorted by time; five stages fit on a line of a terminal.
+    # They are sorted by time; the five longest fit on a line of a terminal.
     longest = list(needed["seconds"].items())[:5]
     stages = ", ".join(f"{stage} {seconds / total:.0%}" for stage, seconds in longest if seconds >= total / 100)
     time = f"{total / 60:.0f} min" if total < 7200 else f"{total / 3600:,.0f} h"

@@ -16,7 +16,7 @@ def main() -> None:
     _open_closed_streams()
     with guard():
         from lockstep.cli.main import main as command
-    # `GuardedGroup` has its guard. The name is for `python -m lockstep`, which click would call "__main__.py".
+    # Outside the guard, as `GuardedGroup` has one. Without the name click says "__main__.py" for `python -m lockstep`.
     command(prog_name="lockstep")
 
 
@@ -25,6 +25,6 @@ def _open_closed_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             stream = open(os.devnull, mode)
-            # As descriptors 0 to 2 are by default: a child process would again find none.
+            # Descriptors 0 to 2 are inheritable by default; child processes would find them closed again.
             os.set_inheritable(stream.fileno(), True)
             setattr(sys, name, stream)

@@ -42,7 +42,7 @@ class GuardedGroup(click.Group):
         self.sections: dict[str, tuple[click.Command, ...]] = {}
 
     def make_context(self, *arguments: Any, **options: Any) -> click.Context:
-        # click prints `--help` while it makes the context, and where that goes the disk may be full.
+        # click prints `--help` while it makes the context, and the disk that stdout goes to may be full.
         with guard():
             return super().make_context(*arguments, **options)
 
@@ -50,7 +50,7 @@ class GuardedGroup(click.Group):
         with guard():
             try:
                 return super().invoke(ctx)
-            # Commands import inside: a package of an extra is first missed while one runs.
+            # Commands import their packages inside, so one of a missing extra fails only here.
             except ModuleNotFoundError as error:
                 if (missing := missing_package(ctx.invoked_subcommand, error)) is None:
                     raise
@@ -68,7 +68,7 @@ class GuardedGroup(click.Group):
             return super().format_commands(ctx, formatter)
         for title, commands in self.sections.items():
             named = [(command.name or "", command) for command in commands]
-            # What click's own list has left for the texts: 6 columns are its indent and its gaps.
+            # The width that click's own list leaves for the texts: 6 columns are indents and gaps.
             width = formatter.width - 6 - max(len(name) for name, _ in named)
             with formatter.section(title):
                 formatter.write_dl([(name, command.get_short_help_str(width)) for name, command in named])

@@ -37,7 +37,7 @@ def init(source: str, out: Path | None) -> None:
         raise InputError(f"{out}: expected no such file yet, found one; name another by --out, or delete it")
     shape_file = _shape_file(source)
     text = first_config(name, source, shape_file, total_bytes())
-    # Written first, so that the errors of the check name the user's file; one that does not work is taken back.
+    # Write first, so that errors of the check name the user's file; a config that does not work is removed again.
     write_bytes(out, text.encode())
     try:
         config = load(out)

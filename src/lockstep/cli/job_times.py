@@ -53,7 +53,7 @@ def seconds_by_stage(config: Config, model: str, parameters: int, num_layers: in
     length = config.limits.max_seq_len
     seconds: dict[str, float] = {}
     for job in jobs(config, Path("results"), targets):
-        # The others start, read small files and end: seconds, whatever the model.
+        # Other stages start, read small files and end, in seconds for any model.
         cost = _COSTS.get(job.stage, _Cost(5))
         backend = job.names.get("backend")
         on_gpu = backend is not None and backends()[config.backend_of(backend)].gpus > 0
@@ -61,11 +61,11 @@ def seconds_by_stage(config: Config, model: str, parameters: int, num_layers: in
         billions = parameters / 1e9
         if layers != "all":
             billions *= min(1.0, int(layers) / num_layers)
-        # The measured costs are a CPU's; on a GPU the part that grows with the model is small.
+        # The costs were measured on a CPU; on a GPU the part that grows with the model is small.
         if on_gpu:
             billions = 0.0
         time = cost.base + billions * (cost.parameters + cost.tokens * length)
-        # A small model's sizes are all tried before the time that the config allows is up.
+        # All sizes of a small model are compared before the time that the config allows is up.
         if job.stage == "compare" and billions > 0.01:
             time += _COMPARE * config.compare_seconds
         seconds[job.stage] = seconds.get(job.stage, 0.0) + time / len(os.sched_getaffinity(0))

@@ -96,7 +96,7 @@ def verify(
         raise InputError("--signature: expected a bundle, found none; name one that ends with .tar")
     if signature and not keys:
         raise InputError("--signature: expected a public key of a possible signer, found none; name one by --key")
-    # A certificate without keys is checked for its bytes alone.
+    # Without keys the bytes of a certificate are checked, and no signature.
     if kind == ".json":
         return _verify_certificates([Path(name) for name in models], keys, as_json)
     if kind == BUNDLE_SUFFIX:

@@ -28,7 +28,7 @@ def complete_target(ctx: click.Context, param: click.Parameter, incomplete: str)
     try:
         targets = used_config(Results(Path(ctx.params.get("results") or "results"))).targets()
     except LockstepError:
-        # Nothing has run here; an error would appear in the middle of the line that the user types.
+        # Nothing has run here, and an error message would appear in the middle of the command line.
         return []
     return [CompletionItem(str(target)) for target in targets if str(target).startswith(incomplete)]
 
@@ -64,7 +64,7 @@ def used_config(results: Results) -> Config:
         )
     try:
         return load(value, where=str(results.config()))
-    # No user wrote this file: a key that is not known here is another version's.
+    # No user wrote this file, so an unknown key comes from another version.
     except InputError as error:
         raise InputError(f"{error}; {OTHER_VERSION}") from None
 
@@ -169,7 +169,7 @@ def _check_stated(tree: Results, place: Opened) -> None:
     from lockstep.artifacts.statement import statement_path
     from lockstep.provenance.statements import read_statement
 
-    # The workflow writes its config's statement first; who calls the package's functions has a tree without statements.
+    # The workflow writes the config's statement first; callers of the Python API have results without statements.
     if not statement_path(tree.config()).is_file():
         return
     for path in (place.assembly, place.weights, place.engines):

@@ -115,7 +115,7 @@ def reproduce(
         for place, difference in record.artefacts.items():
             _echo_artefact("same", place, difference)
         click.echo(f"The same in {record.in_words} builds, in {path}")
-    # The record has all differences; with --tokens-only the exit code is of the tokens' alone.
+    # The record lists all differences; with --tokens-only the exit code depends on the tokens alone.
     places = [place for place in record.artefacts if place.startswith("golden") or not tokens_only]
     if wrong := list(filter(None, map(record.artefacts.get, places))):
         raise CheckError(f"{chosen}: {len(wrong)} of {len(places)} artefacts are not the same; the first: {wrong[0]}")

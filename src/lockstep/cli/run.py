@@ -34,7 +34,7 @@ def run(cores: str, arguments: tuple[str, ...]) -> None:
     snakefile = REPOSITORY / "Snakefile"
     if not snakefile.is_file():
         raise InputError(f"{snakefile}: expected the workflow, found none; install the wheel again")
-    # Python would say so without the name of the extra, once it has replaced this process.
+    # After execv, Python would report it without the name of the extra.
     if importlib.util.find_spec("snakemake") is None:
         raise ModuleNotFoundError("no snakemake", name="snakemake")
     config, options = split_arguments(arguments)
@@ -47,9 +47,9 @@ def run(cores: str, arguments: tuple[str, ...]) -> None:
     if not any(option.startswith("-n") or option.partition("=")[0] in _UNLOCKED_OPTIONS for option in options):
         _check_alone()
     _prepare_environment()
-    # -P: with -m alone Python looks for modules in this folder first, and a types.py of the user's would be imported.
+    # -P: `python -m` alone searches the working folder first, and would import a user's types.py.
     command = [sys.executable, "-P", "-m", "snakemake", *named, "--snakefile", str(snakefile), "--cores", cores]
-    # In place of this process, so that signals and the exit code are Snakemake's. Python's buffer would be lost.
+    # Replace this process, so that signals and the exit code are Snakemake's. execv drops what Python has buffered.
     sys.stdout.flush()
     os.execv(sys.executable, [*command, *options])
 
@@ -75,7 +75,7 @@ def _prepare_environment() -> None:
     from lockstep.artifacts.files import check_writable
 
     os.environ.setdefault("PATH", os.defpath)
-    # A container may run as a user id without a name.
+    # A container may run as a uid without a passwd entry.
     try:
         getpass.getuser()
     except (KeyError, OSError):  # OSError from Python 3.13 on
@@ -94,7 +94,7 @@ def _prepare_environment() -> None:
 def split_arguments(arguments: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
     """Return the config, the first argument, and Snakemake's options. Raises InputError for a checkpoint instead."""
     first, *following = arguments or ("",)
-    # A name below results/ is an output to make: `lockstep run results/summary.json`.
+    # A name below results/ is an output to make, as in `lockstep run results/summary.json`.
     if first.endswith(_SUFFIXES) and Path(first).parts[:1] != ("results",):
         return first, tuple(following)
     if first.startswith("hf:") or first.endswith(".gguf") or (first and (Path(first) / "config.json").is_file()):

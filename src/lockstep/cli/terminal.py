@@ -26,7 +26,7 @@ def file_json(path: Path) -> dict[str, Any]:
 @contextlib.contextmanager
 def working(words: str) -> Iterator[None]:
     """Show a spinner and the elapsed time on stderr; without a terminal nothing."""
-    # Where standard output is a pipe or a file, a script reads, and lines on stderr would fill its log.
+    # If stdout is a pipe or a file, a script is reading, and progress on stderr would clutter its log.
     if not (sys.stdout.isatty() and sys.stderr.isatty()):
         yield
         return

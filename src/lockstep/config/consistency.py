@@ -88,7 +88,7 @@ def model_problems(
             f"expected none for a model that is split over {model.tensor_parallel} ranks; found {len(model.adapters)}"
         )
         yield Problem((*path, "adapters"), text)
-    # The scale is by the largest number of a whole row, of which a rank has a part.
+    # The scale depends on the largest number of a whole row, and each rank has only a part of the row.
     if model.tensor_parallel > 1 and any(map(is_fp8, model.all_precisions())):
         text = f"expected 1 in w8a8-fp8, whose activations have a scale a row; found {model.tensor_parallel}"
         yield Problem((*path, "tensor_parallel"), text)
@@ -110,7 +110,7 @@ def _backend_problems(path: Location, model: ModelConfig, backend: str, settings
         yield Problem((*path, "adapters"), text)
     elif model.adapters:
         other = [item for item in model.precisions_of(backend) if item not in settings.runs_adapters]
-        # A precision that the backend lacks altogether is reported below.
+        # A precision that the backend does not support at all is reported below.
         if other and other[0] in settings.precisions:
             able = ", ".join(settings.runs_adapters)
             text = f"expected none for backend {backend} in {other[0]}; there they run in {able}; found "
@@ -121,7 +121,7 @@ def _backend_problems(path: Location, model: ModelConfig, backend: str, settings
             able = ", ".join(name for name, item in backends().items() if key in item.model_settings)
             text = f"expected none for backend {backend}; it is for {able}; found {value!r}"
             yield Problem((*path, key), text)
-    # Codes times their scales are numbers of fp16 to the bit, which is how kernels and the reference read the cache.
+    # e4m3 codes times their scales are exact in fp16, which is how kernels and the reference read the cache.
     wide = {"fp32", "bf16"}.intersection(model.precisions_of(backend))
     if model.kv_cache_dtype and (model.activations or wide):
         text = f"expected none for backend {backend} in {min(wide, default='bf16')}; it is for fp16; found "
@@ -177,7 +177,7 @@ def _group_problems(
     if packed_size and group_size != packed_size:
         text = f"expected {packed_size}, or none: {path} says how weights are quantised; found {group_size}"
         yield Problem(where, text)
-    # Here, by config.json alone: the export would refuse it too, after a download and minutes of tracing.
+    # Checked here from config.json alone; export would refuse it only after a download and minutes of tracing.
     elif group_size and not packed_size and has_groups:
         for row, size in shape.linear_rows.items():
             if size % group_size:
@@ -222,7 +222,7 @@ def shape_problems(
                 where, f"expected each target once; found {layers}, which is all of this model's layers, and all"
             )
     heads, kv_heads = shape.num_heads
-    # A config without the key, or a list of one size a layer: as many as heads of queries.
+    # Without the key, or with a list of sizes by layer, assume as many as query heads.
     if type(kv_heads) is not int or not kv_heads:
         kv_heads = heads
     ranks = model.tensor_parallel

@@ -93,7 +93,7 @@ first of the two that is a folder is taken; if neither is, the error names both.
 def schema() -> Schema:
     """Return the JSON schema of the config (draft 2020-12): keys, types and bounds, without rules across keys."""
     body = _closed(Config.model_json_schema())
-    # An editor completes backends' names; where the config has devices, whose names are the user's, it cannot.
+    # Editors complete the names of backends, unless the config has devices, whose names are the user's.
     names = {"enum": list(backends())}
     model = {"properties": {"backends": {"items": names}, "backend_precisions": {"propertyNames": names}}}
     return {
@@ -162,7 +162,7 @@ def _closed(node: Any) -> Any:
     for key, value in node.items():
         if key in ("properties", "$defs"):
             closed[key] = {name: _closed(item) for name, item in value.items()}
-        # The keys of a default value are the config's own, too.
+        # The keys of a default value are the config's own, and stay as they are.
         elif key == "default":
             closed[key] = value
         elif key != "title":

@@ -71,7 +71,7 @@ def check_config(path: str | os.PathLike) -> None:
 
 def check_arguments(arguments: Sequence[str]) -> None:
     """Check the config files of a Snakemake command line. A mistake ends the process with one line and exit code 2."""
-    # The other arguments are Snakemake's: --help is, and so is an abbreviation, which might be of another option.
+    # All other arguments belong to Snakemake, --help and abbreviations of its options too.
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     parser.add_argument("--configfile", "--configfiles", nargs="+", default=[])
     with guard():
@@ -127,7 +127,7 @@ def _problem(error: yaml.MarkedYAMLError) -> str:
     return f"found a mistake: {problem}"
 
 
-# A text that YAML may read as something else. 40 characters hold any number that is meant.
+# Text that YAML reads as a number, bool or null. 40 characters are enough for any sensible number.
 _PLAIN = r"[-+]?[0-9][0-9.eE+-]{0,40}|true|false|null"
 
 

@@ -67,7 +67,7 @@ def choose(parameters: int | None, packing: Packing | None, memory: int) -> Choi
     precisions["w4a16"] = "what fits into the memory here; also w8a16, fp16"
     room = _WEIGHTS_SHARE * memory
     fitting = (name for name in precisions if PARAMETER_NBYTES[name] * parameters <= room)
-    # A model that fits in none is tried in the smallest; `init` prints how much memory it needs.
+    # If none fits, take the smallest; `init` prints how much memory it needs.
     precision = next(fitting, "w4a16")
     return Choice(precision, backend, precisions[precision])
 
@@ -99,7 +99,7 @@ def first_config(name: str, source: str, shape_file: Path, memory: int) -> str:
     """
     shape = read_shape(shape_file)
     length = min(shape.max_position_embeddings or MAX_TOKENS, MAX_TOKENS)
-    # Of a short context half, so that an answer fits after it.
+    # Half of a short context, so that an answer fits after it.
     long_prompt = min(_LONG_PROMPT, length // 2)
     choice = choose(shape.num_parameters, shape.packing, memory)
     positions = ""

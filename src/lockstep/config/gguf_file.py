@@ -90,7 +90,7 @@ def read_gguf(path: Path, arrays: bool = True) -> GgufFile:
     try:
         with open(path, "rb") as file:
             magic = file.read(len(_MAGIC))
-            # Before it is mapped: an empty file cannot be.
+            # Read before mapping, which fails for an empty file.
             if magic != _MAGIC:
                 raise InputError(f"expected a GGUF file, which opens with {_MAGIC!r}, at {path}; found {magic!r}")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -150,7 +150,7 @@ class _Reader:
 
     def _string(self) -> str:
         length = self._take("Q")
-        # A slice beyond the end would be short without an error.
+        # A slice past the end would silently be shorter.
         if self.at + length > len(self.data):
             raise struct.error
         self.at += length
@@ -171,7 +171,7 @@ class _Reader:
             if self.at + size > len(self.data):
                 raise struct.error
             self.at += size
-            # A vocabulary takes seconds to unpack.
+            # Unpacking a vocabulary takes seconds.
             if not self.arrays:
                 return None
             return list(struct.unpack_from(f"<{count}{_SCALARS[element]}", self.data, self.at - size))
@@ -189,6 +189,6 @@ class _Reader:
         dimensions = self._take("I")
         if dimensions > _MAX_DIMENSIONS:
             raise self._refused("a GGUF file", f"a tensor {name!r} of {dimensions} dimensions")
-        # ggml names the contiguous dimension first.
+        # ggml lists the contiguous dimension first.
         shape = tuple(reversed([self._take("Q") for _ in range(dimensions)]))
         return name, shape, self._take("I"), self._take("Q")

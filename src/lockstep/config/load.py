@@ -51,7 +51,7 @@ def find_config(path: Path | None, results: Results = Results()) -> Path:
         return path
     working_folder, repository = source_folders()
     local_configs = configs_in(Path())
-    # None of several is the folder's, and to guess would make another model's results.
+    # With several, none is the default: a guess could build another model.
     if len(local_configs) > 1:
         local_configs = []
     for place in (working_folder / DEMO, *local_configs, results.config(), repository / DEMO):
@@ -62,7 +62,7 @@ def find_config(path: Path | None, results: Results = Results()) -> Path:
 
 def configs_in(folder: Path) -> list[Path]:
     """Return the YAML files of a folder that name models, those with mistakes too."""
-    # By a line of text, not parsed: a config with a mistake is this folder's config all the same.
+    # Matched as text, not parsed, so that a config with a mistake is found too.
     files = sorted(path for path in folder.iterdir() if path.suffix in (".yaml", ".yml") and path.is_file())
     return [path for path in files if re.search(rb"^models\s*:", path.read_bytes(), re.MULTILINE)]
 

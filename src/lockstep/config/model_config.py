@@ -113,11 +113,11 @@ def setting(config: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
 
 def linear_rows(config: Mapping[str, Any]) -> dict[str, int]:
     """Return {key of the config: number of in_features} of linear layers, those that the config has for certain."""
-    # A key that a class may not use for a layer is left out: a wrong refusal is worse than a late one.
+    # Only keys that certainly describe a linear layer: a wrong refusal is worse than a late one.
     decoder = parts(config)[-1]
     is_mixture = any(type(value) is int and value > 1 for key, value in decoder.items() if key.endswith("experts"))
     names = list(_ROWS)
-    # LFM2 computes the size of its MLP from `block_ff_dim` where it adjusts it.
+    # LFM2 derives the size of its MLP from `block_ff_dim` when it adjusts it.
     if not is_mixture and not decoder.get("block_auto_adjust_ff_dim", "block_ff_dim" in decoder):
         names += _ROWS_OF_DENSE
     is_latent = decoder.get("kv_lora_rank") is not None
@@ -214,7 +214,7 @@ def _value_errors(path: str, key: str, value: Any) -> Iterator[ValidationError]:
 
 def _packing_errors(path: str, key: str, value: Any) -> Iterator[ValidationError]:
     """Yield the error of a quantization config whose layout is not known."""
-    # `packing_of` reads it at the top alone: one inside a text_config would be passed over, and weights misread.
+    # `packing_of` reads the top level only: one in a text_config would be ignored, and the weights misread.
     if path != key:
         yield ValidationError(path, f"nothing, for {key} is at the top", value)
         return

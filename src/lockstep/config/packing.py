@@ -165,14 +165,14 @@ def _gptq(settings: Mapping[str, Any]) -> Packing:
     layout = settings.get("checkpoint_format") or settings.get("format") or "gptq"
     if layout not in ("gptq", "gptq_v2"):
         raise ValidationError(f"{KEY}.checkpoint_format", "gptq or gptq_v2", layout)
-    # Marlin's kernels read the words in another order.
+    # Marlin stores the words in another order.
     if settings.get("is_marlin_format"):
         raise ValidationError(f"{KEY}.is_marlin_format", "false", settings["is_marlin_format"])
     symmetric = settings.get("sym", True)
     if type(symmetric) is not bool:
         raise ValidationError(f"{KEY}.sym", "true or false", symmetric)
     size = _group_size(settings, "")
-    # With one scale a row, or groups that were formed before the columns were sorted, their order does not matter.
+    # With one scale a row, or groups formed before the columns were sorted, the order of columns does not matter.
     ordered = settings.get("desc_act") is True and size is not None and settings.get("static_groups") is not True
     packing = Packing(layout, _bits(settings, "bits"), size, not symmetric, ordered)
     # gptq and gptq_v2 differ in their zero points alone, by which a file of one cannot be told from the other's.
@@ -249,7 +249,7 @@ def _awq(settings: Mapping[str, Any]) -> Packing:
 
 
 def _compressed(settings: Mapping[str, Any]) -> Packing:
-    # Weights and activations are rotated, and no graph here has the operations that take it back.
+    # Weights and activations are rotated, and the graphs here have no operation that undoes it.
     if settings.get("transform_config"):
         raise ValidationError(f"{KEY}.transform_config", "none", settings["transform_config"])
     sparsity = settings.get("sparsity_config") or {}
@@ -292,7 +292,7 @@ def _compressed_group(settings: Mapping[str, Any], name: str, group: Any) -> Pac
         "type": ("int", None),
         "symmetric": (True, False, None),
         "dynamic": (False, None),
-        # "group" has groups of columns that lie apart.
+        # With "group" the columns of a group are not contiguous.
         "actorder": (None, False, "weight", "static"),
     }
     for key, choices in allowed.items():
@@ -335,7 +335,7 @@ def _bits(settings: Mapping[str, Any], key: str, where: str = "") -> int:
 
 
 def _group_size(settings: Mapping[str, Any], where: str) -> int | None:
-    # AutoAWQ's own name for it is the second. -1 is one scale a row.
+    # AutoAWQ writes q_group_size. -1 is one scale a row.
     size = settings.get("group_size", settings.get("q_group_size"))
     if size == -1 and type(size) is int:
         return None

@@ -105,7 +105,7 @@ class Config(Section):
         problems += device_problems(self.devices)
         problems += endpoint_problems(self.endpoints, self.models)
         for name, model in self.models.items():
-            # The other checks ask backends for their settings.
+            # The checks below need the settings of known backends.
             unknown = list(unknown_backends(name, model, self.devices))
             if unknown:
                 problems += unknown
@@ -328,7 +328,7 @@ class Config(Section):
         if text.count("/") == 3:  # a whole name: the same target on another backend is nearer than another model
             same_target = text.rpartition("/")[0] + "/"
             guess = nearest(text, [name for name in by_name if name.startswith(same_target)])
-        # After a list with commas the guess stands apart.
+        # A semicolon sets the guess apart from a list with commas.
         guess = (guess or nearest(text, by_name)).replace(",", ";", 1)
         raise InputError(f"target: expected one of {expected}; found {describe(text)}{guess}")
 

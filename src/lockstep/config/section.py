@@ -44,5 +44,5 @@ UNIQUE: JsonDict = {"uniqueItems": True}
 class Section(BaseModel):
     """A mapping of the config, frozen, without unknown keys or conversion of types."""
 
-    # strict: pydantic would take "4" and 4.0 for an integer, and 1 for true.
+    # strict: otherwise pydantic accepts "4" and 4.0 as integers, and 1 as true.
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")

@@ -273,10 +273,10 @@ def read_shape(path: Path) -> CheckpointShape:
     if depth is None:
         raise InputError(f"expected num_hidden_layers in {path}; found none")
     packing = packing_of(value)
-    # Weights that are dequantised are then like any others: every precision and group size is open to them.
+    # Weights that are dequantised when they are read can take any precision and group size.
     if packing is not None and not packing.stays:
         packing = None
-    # Beyond the first chunk, and beyond longrope's first length, one graph would not compute all positions alike.
+    # One graph computes positions correctly only up to the first chunk, or to longrope's first length.
     limits: list[tuple[int, str]] = []
     for part in model_config.parts(value):
         limits += model_config.first_chunk(part)

@@ -111,7 +111,7 @@ class Prompt(Section):
     )
 
 
-# Of a config that names none: of two lengths, so that a batch has both, for any model that has seen English.
+# The default: two lengths, so that a batch has both, which any model that has seen English can continue.
 _PROMPTS = (Prompt(text="Once upon a time"), Prompt(text="The capital of France is a city on the river"))
 
 

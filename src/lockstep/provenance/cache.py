@@ -86,7 +86,7 @@ class Cache:
     def take(self, sha256: str, target: Path) -> None:
         """Copy a blob to a new file. Raises InputError, and deletes the blob, for a digest other than its name."""
         source = self.blob_path(sha256)
-        # First, so that a clean-up by age does not delete it while it is copied.
+        # Touch first, so that a clean-up by age does not delete the blob while it is copied.
         _touch(source)
         try:
             _copy(source, sha256, target)
@@ -98,7 +98,7 @@ class Cache:
         """Put the file `source` in, unless it is there, whole. Raises InputError when it is not of this sha256."""
         path = self.blob_path(sha256)
         if size_of(path) == source.stat().st_size and sha256_file(path) == sha256:
-            # Else a clean-up by age may delete it before the new entry is written.
+            # Otherwise a clean-up by age could delete it before the new entry is written.
             return _touch(path)
         with atomic_path(path, secrets.token_hex(8)) as temporary:
             shutil.copyfile(source, temporary)
@@ -141,7 +141,7 @@ def take(cache: Cache | None, job: Job, key: BuildKey) -> bool:
             return False
         _restore(job, entry, cache.entry_path(name), cache.take)
     except LockstepError as error:
-        # Else every job with this key would try it again.
+        # Otherwise every job with this key would try it again.
         _delete(cache.entry_path(name))
         _say(f"{error}; {job} is made again")
         return False
@@ -194,7 +194,7 @@ def take_of_other(job: Job, key: BuildKey) -> bool:
 
 def _copier(folder: Path, entry: Statement) -> Callable[[str, Path], None]:
     """Return a function that copies the file of a sha256 from the artefact in `folder` to a new file."""
-    # Files of equal content are one entry, from whichever of them it is copied.
+    # Files of equal content share an entry; any of them can be copied.
     paths = {sha256: folder / name for name, sha256 in entry.outputs.items()}
     return lambda sha256, target: _copy(paths[sha256], sha256, target)
 

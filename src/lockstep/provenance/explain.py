@@ -66,7 +66,7 @@ def explain_job(job: Job, rebuilt: Mapping[Path, str], sources: Sources) -> Expl
         return Explained(job, (*reasons, str(error)))
     if statement is None:
         problem = "is of another file" if statement_path(job.output).is_file() else "is not there"
-        # A missing statement follows from other reasons, where there are some.
+        # A missing statement follows from the other reasons, if there are any.
         reasons = reasons or [f"the statement of how {job.output.name} was made {problem}"]
         return Explained(job, tuple(reasons), unknown=True)
     return Explained(job, tuple(reasons + cause(statement.key, _key_now(job, statement.key, rebuilt))))

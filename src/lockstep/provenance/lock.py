@@ -108,7 +108,7 @@ class Lock(JsonObject):
     def compare(self, where: Place, items: Items) -> Comparison:
         """Compare an artefact with the entry of its place. Every comparison with a lock is this one."""
         locked = self.entries.get(where)
-        # Not locked and equal are two answers: a new artefact is no difference, but a locked run must not use it.
+        # An artefact that is not locked is no difference, but a locked run must refuse it.
         if locked is None:
             return Comparison(False)
         return Comparison(True, tuple(changes(without_origin(locked), without_origin(items))))
@@ -177,7 +177,7 @@ def collect(results: Path, model: str) -> Lock:
 
 
 def config_of(results: Path) -> Config:
-    # It loads pydantic, which `lockstep verify` must not need.
+    # This loads pydantic, which `lockstep verify` must not need.
     from lockstep.config.load import load
 
     path = Results(results).config()
@@ -204,7 +204,7 @@ def made_with(key: BuildKey) -> Items:
         causes["options"] = key.options
     if backend := {name: value for name, value in (key.backend or {}).items() if name not in _DEVICE}:
         causes["backend"] = backend
-    # With the types that a lock from a file has: a tuple is a list there, and would differ from it.
+    # The round trip gives the types of a lock read from a file: a tuple would differ from its list.
     return json.loads(dump_json(causes))
 
 
@@ -224,7 +224,7 @@ def _numbered(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _numbered(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        # Zeros before a number: keys are sorted as texts, and stay in the order of the list.
+        # Zero-padded: keys sort as text, and must keep the order of the list.
         return {f"{number:03d}": _numbered(item) for number, item in enumerate(value)}
     return value
 

@@ -51,7 +51,7 @@ def updated_lock(results: Path, model: str, out: Path) -> LockUpdate:
     lock = collect(results, model)
     if not out.is_file():
         return LockUpdate(lock)
-    # A lock of the last version is still read: only this update moves its entries to the new places.
+    # A lock of the previous version is still read: only this update moves its entries to the new places.
     form = formats.LOCK
     if f'"{_EARLIER}"'.encode() in out.read_bytes():
         form = _EARLIER

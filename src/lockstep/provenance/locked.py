@@ -83,12 +83,12 @@ def check_project(lock_file: Path, jobs: Sequence[Job], checkpoint: Sequence[Pat
             continue
         entries = entries_at(job.output)
         for entry in entries:
-            # To make it again, as a difference advises below, would not help.
+            # Rebuilding it, which the message below advises, would not help here.
             if entry.where not in lock.entries:
                 refuse(f"{job}: {entry.where} is not in the lock", lock_file)
         if line := _result_difference(job, lock, entries):
             advice = f"make it again without locked: lockstep run -- --forcerun {job.stage} -- {job.output}"
-            # Made again without the lock, a fetch would stay at the commit of its output.
+            # Without the lock, a new fetch would stay at the commit of its earlier output.
             if _is_source(job):
                 advice = f"delete {job.output.parent} and run again"
             raise CheckError(f"{line}, which is not what {lock_file} says; {advice}")

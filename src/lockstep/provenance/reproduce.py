@@ -153,9 +153,9 @@ def run_workflow(
     if tree.reference(target.model, target.layers).is_file():
         rules.remove("reference")  # without its rule Snakemake takes the file as it is
     environment = {**processes.environment(), **surroundings.variables}
-    # An artefact that is taken from a cache is not built again.
+    # An artefact from a cache would not be rebuilt.
     environment.pop(VARIABLE, None)
-    # Snakemake stops without a place for its own cache, which a round's HOME may not have.
+    # Snakemake needs a cache folder, and a round's HOME may not have one.
     environment["XDG_CACHE_HOME"] = str(folder / ".cache")
     process = processes.run(
         [
@@ -163,7 +163,7 @@ def run_workflow(
             *("--configfile", "config.json", "--cores", surroundings.variables.get(THREADS_VARIABLE, "all")),
             *("--allowed-rules", *rules, "--", *(str(path.relative_to(folder)) for path in files)),
         ],
-        # On stderr: with --json standard output is one document.
+        # To stderr: with --json, stdout holds one document only.
         env=environment, cwd=folder, umask=surroundings.umask, stdin=subprocess.DEVNULL, stdout=2,
     )  # fmt: skip
     if not process.returncode:
@@ -199,7 +199,7 @@ def _config_of_target(config: Mapping[str, Any], checkpoint: Path, target: Targe
 
     adapters = {name: with_expected_of_target(adapter) for name, adapter in model.get("adapters", {}).items()}
     only = {
-        # Results may be a link to another disk: the path is from their real folder.
+        # Results may be a link to another disk, so resolve the path.
         "source": os.path.join(os.path.realpath(checkpoint.parent), checkpoint.name),
         "layers": [target.layers],
         "precisions": [target.precision],

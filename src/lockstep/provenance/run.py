@@ -30,7 +30,7 @@ def run(job: Job, make: Callable[[], object] | None = None, lock_file: Path | No
     input that is damaged or is not the one of its statement.
     """
     stage = STAGES[job.stage]
-    # Before hours of work.
+    # Check before hours of work.
     check_place(job.output)
     shared = cache_for(job, cache)
     with _reported(job):
@@ -64,7 +64,7 @@ def run(job: Job, make: Callable[[], object] | None = None, lock_file: Path | No
         remove_leftovers(path)
     if lock_file is not None and (line := locked.discard_different(job.output, lock_file)):
         locked.refuse(line, lock_file)
-    # After the lock has accepted it, as other runs take it from the cache.
+    # Only after the lock has accepted it: other runs take it from the cache.
     if not is_taken:
         put(shared, job, statement)
     return job.output

@@ -86,7 +86,7 @@ def _changed_source(job: Job, sources: Sources) -> Iterator[str]:
         return
     checkpoint = folder_of(job.output)
     tokenizer = place.with_name("tokenizer.json")
-    # As JSON: the copy is written in canonical form.
+    # Compared as JSON: the copy is written in canonical form.
     if _json(place) != _json(checkpoint / "config.json"):
         yield f"{place} changed"
     if tokenizer.is_file():

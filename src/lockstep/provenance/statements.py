@@ -54,7 +54,7 @@ def _check_device(job: Job, device: Mapping[str, str]) -> None:
     try:
         # None: the backend's engines can be built anywhere.
         hardware: str | None = identity.hardware(device["backend"], builds=STAGES[job.stage].builds_engines)
-    # Not raised as it is: what the config asks for belongs in the same line.
+    # Reported together with the hardware that the config asks for.
     except InputError as error:
         hardware = "none"
         remedy = f"{remedy} ({error})"
@@ -98,7 +98,7 @@ def _sources(job: Job) -> Iterator[dict[str, Any]]:
         yield {"name": f"graphs/{path.name}", "digest": {"sha256": sha256}}
     results = Results(assembly.parents[3])
     manifest = results.architecture(job.names["model"])
-    # Graphs may have been copied here without their checkpoint.
+    # The graphs may have been copied here without their checkpoint.
     if not manifest.is_file():
         return
     value = CheckpointManifest.load(manifest)

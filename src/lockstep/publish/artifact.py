@@ -52,7 +52,7 @@ class Pushed:
 
 def push(bundle: Path, reference: Reference, plain_http: bool = False) -> Pushed:
     """Push a bundle and its signed files. Its bytes are checked first; the same bundle is the same manifest."""
-    # For its checks: others trust a bundle in a registry.
+    # Only for its checks: others will trust the bundle.
     read_engine_statement(bundle)
     archive = read_archive(bundle)
     repository = Repository(reference, plain_http)
@@ -66,7 +66,7 @@ def push(bundle: Path, reference: Reference, plain_http: bool = False) -> Pushed
             file.name for file, layer in zip(files, layers) if repository.put_blob(layer.digest, layer.size, file.open)
         ]
     config = _put(repository, CONFIG, _config(archive, layers))
-    # After its blobs: a registry rejects a manifest that names one it does not have.
+    # After its blobs: a registry rejects a manifest that names an unknown blob.
     subject, _ = repository.put_manifest(Manifest(ARTIFACT, config, layers), reference.tag)
     for kind, path_of in ATTACHED.items():
         if path_of(bundle).is_file():
@@ -137,7 +137,7 @@ def pull(reference: Reference, out: Path, plain_http: bool = False) -> str:
         listed = BundleManifest.from_json(json.loads(first))
     except (ValueError, RecursionError, ValidationError) as error:
         raise InputError(f"{reference}: {MANIFEST}: {error}; push the bundle again") from None
-    # Before gigabytes are downloaded.
+    # Check before downloading gigabytes.
     expected = {file.path: (file.size, f"sha256:{file.sha256}") for file in listed.files}
     if {name: (layer.size, layer.digest) for name, layer in layers.items()} != expected:
         raise InputError(f"{reference}: expected the files that {MANIFEST} lists, found others; push the bundle again")
@@ -145,7 +145,7 @@ def pull(reference: Reference, out: Path, plain_http: bool = False) -> str:
     for file in listed.files:
         content = functools.partial(repository.open_blob, layers[file.path], file.path)
         files.append(Entry(file.path, file.size, file.sha256, cast(Callable[[], BinaryIO], content)))
-    # First, so that an error leaves no bundle without its signatures.
+    # Fetched first, so that an error leaves no bundle without its signatures.
     attached = _attached(repository, digest)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_archive(out, listed.about, files)
@@ -189,7 +189,7 @@ def note_in_lock(lock_path: Path, bundle: Path, pushed: Pushed) -> None:
         for name, member in archive.members.items()
         if name.startswith("engines/") and not name.endswith(".json")
     }
-    # A lock has the engines of several devices, of which a bundle holds one's, and of a cut model some.
+    # A lock lists the engines of several devices; a bundle has those of one, and for a cut model only some.
     locked = lock.devices(target.precision, target.backend)
     if not any(engines.items() <= items.items() for items in locked.values()):
         raise CheckError(f"{lock_path}: expected the engines of {bundle}, found others; run `lockstep lock` first")

@@ -90,7 +90,7 @@ def read_envelope(path: Path, keys: Sequence[Path]) -> tuple[dict[str, Any], str
         statement = json.loads(envelope.payload)
     except FileNotFoundError:
         raise InputError(f"{path}: expected a signed statement, found no file") from None
-    # All that JSON of another shape causes, here and in the library.
+    # Everything that malformed JSON can raise, here and in the library.
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, FormatError):
         envelope = None
     if envelope is None or envelope.payload_type != PAYLOAD_TYPE:

@@ -25,7 +25,7 @@ def basic_login(host: str) -> str | None:
     try:
         config = json.loads(path.read_text())
         entries: dict[str, dict[str, str]] = config.get("auths") or {}
-        # Docker's own order: a helper for this registry, the one for all, then the file.
+        # Docker's order: the helper for this registry, the general one, then the file.
         helper = (config.get("credHelpers") or {}).get(host) or config.get("credsStore")
         names = [name for name in entries if api_host(name) == api_host(host)]
     except FileNotFoundError:

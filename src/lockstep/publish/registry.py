@@ -139,7 +139,7 @@ class Repository:
     def is_own_domain(self, place: str) -> bool:
         """Return whether a URL is of the registry's domain, to which its login goes: gitlab.com, auth.docker.io."""
         ours, theirs = (urllib.parse.urlsplit(url).hostname or "" for url in (self._base, place))
-        # The last two numbers of an address are no domain.
+        # The last two numbers of an IP address are not a domain.
         is_name = not theirs.replace(".", "").isdecimal()
         return ours == theirs or (is_name and ours.split(".")[-2:] == theirs.split(".")[-2:] and "." in theirs)
 
@@ -149,7 +149,7 @@ class Repository:
             return False
         begun = self._call("POST", f"{self._path}/blobs/uploads/", data=b"")
         assert begun is not None
-        # OCI allows a path, a URL of another host (a store of blobs), and parameters of the registry's own in either.
+        # OCI allows a path or a URL, also on another host (blob storage), and either may have parameters.
         place = begun.headers["Location"] or "/"
         if place.startswith("/"):
             place = self._base + place
@@ -193,7 +193,7 @@ class Repository:
         data = self._manifest_data(name)
         if data is None:
             return None
-        # The digest is of the bytes as sent: the same JSON may be written in other ways.
+        # The digest is of the bytes as sent: equal JSON can be serialized differently.
         return self._parse(Manifest, data, what), sha256_digest(data)
 
     def get_referrers(self, digest: str) -> tuple[Descriptor, ...]:
@@ -250,14 +250,14 @@ class Repository:
         place = urllib.parse.urljoin(self._base, path)
         try:
             request = urllib.request.Request(place, data, dict(headers), method=method)
-            # A redirection to another host must not have it.
+            # A redirection to another host must not receive it.
             if self._authorization and self.is_own_domain(place):
                 request.add_unredirected_header("Authorization", self._authorization)
             return cast(HTTPResponse, self._opener.open(request, timeout=_TIMEOUT))
         except urllib.error.HTTPError as error:
             if error.code == 404 and accept_missing:
                 return None
-            # Registries say only now how to log in, and tokens expire while gigabytes are sent.
+            # Registries say how to log in only in a 401, and tokens expire during long uploads.
             if error.code == 401 and not is_second:
                 self._authorization = self._authorize(error.headers.get("WWW-Authenticate", ""))
                 return self._call(method, path, data, headers, accept_missing, is_second=True)
@@ -322,7 +322,7 @@ class CheckedBlob:
             raise InputError(f"{expected} {self._read}: {error}; pull again") from None
         self._hash.update(data)
         self._read += len(data)
-        # Hashed to the end before the last bytes are given out, so that no reader ends with wrong ones.
+        # Verify before returning the last bytes, so that no reader finishes with wrong data.
         if data and self._read < self._blob.size:
             return data
         digest = f"sha256:{self._hash.hexdigest()}"

@@ -98,7 +98,7 @@ def library_component(name: str, version: str, url: str) -> Component:
         package = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
         return component
-    # A build such as 2.9.0+cpu has its plain version in a statement.
+    # Statements record the plain version of a build such as 2.9.0+cpu.
     if package.version.partition("+")[0] != version:
         return component
     archive = json.loads(package.read_text("direct_url.json") or "{}").get("archive_info", {})
@@ -137,7 +137,7 @@ def card_licenses(folder: Path) -> list[License]:
     """Return the licence in the front matter of a checkpoint's card; none without one."""
     try:
         before, front, _ = (folder / _CARD).read_text().split("---\n", 2)
-        # Front matter opens the file; elsewhere the dashes are a line across the text.
+        # Front matter opens the file; elsewhere `---` is a horizontal rule.
         if before:
             return []
         card = yaml.safe_load(front)

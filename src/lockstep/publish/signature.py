@@ -79,7 +79,7 @@ def _signer(bundle: Path, signature: Path, keys: Sequence[Path]) -> Path:
             return key
         except InvalidSignature:
             reason = "a signature that was changed"
-        # What the library raises for a file that is no signature.
+        # What the library raises for a file that is not a signature.
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             reason = "no Sigstore bundle"
             if str(error):

@@ -88,14 +88,14 @@ def lines(title: str, x_title: str, names: Sequence[str], series: Mapping[str, S
         range=(ticks[0], _HEADROOM * ticks[-1]),
         value_formatter=_short,
         allow_interruptions=True,
-        # At most eight names fit below a chart of this width.
+        # At most eight names fit at this width.
         x_labels_major_every=-(-len(names) // 8),
         show_minor_x_labels=False,
     )
     chart.y_labels = ticks
     chart.x_labels = list(names)
     for name, of_series in series.items():
-        # 0 has no place on a logarithmic scale: the line is interrupted there.
+        # 0 cannot be drawn on a logarithmic scale: the line is interrupted there.
         chart.add(name, [value or None for value in of_series])
     return _svg(chart)
 
@@ -115,7 +115,7 @@ def bars(title: str, values: Mapping[str, float]) -> Markup:
         range=(0, 1.25 * (max(values.values()) or 1)),  # room for the value of the longest bar
         value_formatter=_short,
     )
-    # pygal draws the first bar at the bottom.
+    # pygal draws bars from the bottom.
     names = list(values)[::-1]
     chart.x_labels = names
     chart.add(title, [values[name] for name in names])
@@ -148,7 +148,7 @@ def graph(
     )
     chart.x_labels = [{"value": x, "label": name} for x, name in enumerate(columns)]
     chart.y_labels = [{"value": y, "label": name} for name, y in rows.items()]
-    # One line for all edges, interrupted after each: pygal gives each series another colour.
+    # One line for all edges, interrupted after each, because pygal colours each series differently.
     path: list[tuple[float, float | None]] = []
     for start, end in edges:
         path += [(start.x, start.y), (end.x, end.y), (end.x, None)]

@@ -109,7 +109,7 @@ class Check(Generic[AnyReport]):
         if checked.result != NOT_RUN:
             return checked
         if self.expected == "always":
-            # A check of graphs runs anywhere; where a report is here, from another machine, `checked` says more.
+            # Checks of graphs run anywhere. A report from another machine may be here: then `checked` has its reason.
             if cannot_run and "backend" in self.stage.wildcards and not out.is_file():
                 return Checked(NOT_RUN, cannot_run)
             return checked
@@ -126,7 +126,7 @@ class Check(Generic[AnyReport]):
                 message = read_json(failed).get("failure")
                 return Checked(FAIL, str(message or f"see {failed}"), loaded(self.kind.load, failed))
             if not out.is_file():
-                # Without a path, so that `verdict.reasons` groups all targets with this text.
+                # No path in it, so that `verdict.reasons` groups targets by this text.
                 return Checked(NOT_RUN, "not made yet")
             if not statement_path(out).is_file():
                 return Checked(NOT_RUN, f"no statement says how {out} was made")

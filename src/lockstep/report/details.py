@@ -62,7 +62,7 @@ def read_details(
     reproduction = loaded(Reproduction.load, results.reproduction(*names))
     if reproduction and reproduction.engine_digest != digest:
         reproduction = None
-    # Next to the report of a failed check is the speed of earlier engines.
+    # A failed check leaves the speed file of earlier engines in place.
     speed = None
     if golden.result == PASS:
         speed = loaded(SpeedReport.load, results.speed(*names))

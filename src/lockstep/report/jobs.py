@@ -38,7 +38,7 @@ def job_states(results: Results, targets: Sequence[Target], content: Callable[[P
     try:
         config = load(read_json(results.config()))
         planned = jobs(config, results.root, targets)
-    # A summary may still have targets of a config that was changed since: then the page has no graph of jobs.
+    # A summary may list targets that the config no longer has: then there is no graph of jobs.
     except (InputError, LookupError):
         return []
     return [JobState(job, _state(job, content), *_measured(results, job)) for job in planned]

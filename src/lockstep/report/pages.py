@@ -127,10 +127,10 @@ def _environment() -> Environment:
 
     environment = Environment(
         loader=PackageLoader("lockstep.report"),
-        # A prompt may be HTML; charts are `Markup`, which is left as it is, here and by `finalize`.
+        # Prompts may contain HTML. Charts are `Markup`, which is not escaped, here or in `finalize`.
         autoescape=True,
         finalize=lambda value: value.translate(_PICTURES) if type(value) is str else value,
-        # Else a value that is missing would be an empty cell.
+        # Otherwise a missing value would be an empty cell.
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -156,7 +156,7 @@ def _groups(rows: Sequence[SummaryRow], model: str) -> tuple[list[tuple[str, lis
     for group in groups.values():
         group.sort(key=lambda row: -math.inf if row.layers == "all" else -int(row.layers))
     checked_first = sorted(groups.items(), key=lambda item: item[1][0].verdict == NOT_RUN)
-    # The row of most layers opens a group; the others are unfolded below it.
+    # The row with the most layers heads its group.
     deepest = [group[0] for group in groups.values()]
     # The first two columns, target and verdict, are in every table.
     columns = [column for column in COLUMNS[2:] if set(map(column.of, deepest)) != {"-"}]

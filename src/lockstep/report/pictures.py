@@ -21,7 +21,7 @@ Worst = tuple[int | None, str, TensorError]  # the layer, a tensor's name, and i
 
 def model_charts(details_of: Mapping[Target, Details], jobs: Sequence[JobState]) -> list[Markup]:
     """Return the charts of one model: targets side by side, its jobs with their states, and where the time went."""
-    # Of equal keys the last stays, the target of most layers: one point for each precision and backend.
+    # Later keys win: one point for each precision and backend, of the target with the most layers.
     deepest = {(target.precision, target.backend): target for target in sorted(details_of, key=_depth)}
     speeds: dict[str, list[Point]] = {}
     sizes: dict[str, list[Point]] = {}

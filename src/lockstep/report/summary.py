@@ -44,7 +44,7 @@ def write(
     since_lock: {model: differences from its lock}; models without a lock are left out. not_run: why engines do not run
     here, as in `Config.not_run`; None: as in the existing summary.
     """
-    # Targets share graphs, weights and references: each file is hashed once.
+    # Targets share graphs, weights and references: hash each file once.
     cached_content = functools.cache(content)
     details_of, summary = _collect(results, targets, not_run, cached_content)
     jobs = job_states(results, targets, cached_content)
@@ -124,7 +124,7 @@ def print_table(summary: Summary) -> None:
         table.add_row(*(cells[number] for _, cells in columns), style=row_styles[row.verdict])
     if rows:
         console.print(table)
-    # Without markup: rich takes words in brackets for styles.
+    # Without markup: rich would read words in brackets as styles.
     for result, targets, reason in reasons(summary.targets):
         console.print(f"{targets}: {reason}", style=_STYLES[result], markup=False, highlight=False)
 
@@ -189,7 +189,7 @@ def _check_values(details: Details) -> dict[str, Any]:
             continue
         if check.result:
             values[check.result.key] = checked.result
-        # A comparison may be of engines before the last build, and its error no figure of these.
+        # A comparison may be of engines before the last build; its error does not describe these.
         if checked.report and check.figures and checked.report.engine_digest == details.digest:
             values |= {column.key: figure(checked.report) for column, figure in check.figures.items()}
     return values

@@ -21,7 +21,7 @@ __all__ = ["STAGES", "Job", "Stage", "jobs"]
 def _in_order() -> dict[str, Stage]:
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
-    # Sorted: one stage's file may import another's, and the order of jobs must not depend on who came first.
+    # Sorted: stage files import each other, and the order of jobs must not depend on the order of imports.
     stages = {kind.name: kind() for kind in sorted(Stage.classes, key=lambda kind: kind.name)}
     ordered: dict[str, Stage] = {}
 
@@ -30,7 +30,7 @@ def _in_order() -> dict[str, Stage]:
             for pattern in filter(None, (branch.then, branch.otherwise)):
                 for maker in makers(pattern):
                     add(maker.name)
-        # A stage that several read is assigned again, and keeps its first place in the dict.
+        # A stage that several read is assigned again, but keeps its first place in the dict.
         ordered[name] = stages[name]
 
     for name in stages:
@@ -51,7 +51,7 @@ def jobs(
     jobs_by_key: dict[tuple[str, ...], Job] = {}
 
     def add(pattern: str, names: Mapping[str, Any]) -> None:
-        # Several rules have the same output, each for other kinds of sources: `fetch` and `make_checkpoint`.
+        # Several rules make the same output, each for other kinds of sources, as `fetch` and `make_checkpoint`.
         stage = next(STAGES[rule.name] for rule in makers(pattern) if rule.is_for(config, names))
         key = stage.name, *(str(names[name]) for name in stage.wildcards)
         if key in jobs_by_key:

@@ -27,8 +27,8 @@ class Build(Stage):
         backend = job.backend
         assert backend is not None  # it is a wildcard of the stage
         suffixes = get_backend(backend).suffixes
-        # Of a build that was killed: `build` overwrites no file that no earlier manifest names, for in a folder of the
-        # user's it may be anybody's. A stage has its folder to itself.
+        # Left by a killed build. `build` refuses to overwrite files that no earlier manifest names, as they may be
+        # anybody's in a user's folder; a stage owns its folder.
         clear_unnamed(job.output, lambda path: path.suffix in suffixes)
         build(job.inputs["assembly"], backend, job.output, job.options["options"])
 
@@ -39,7 +39,7 @@ def engines_place(names: Mapping[str, Any], backend: Mapping[str, Any]) -> tuple
     It ends with the device that their bytes depend on: its architecture or name, and for a backend that is not portable
     the first digits of the sha256 of all that must be equal.
     """
-    # A backend whose device has neither, for its engines run anywhere, is named itself.
+    # Engines that run anywhere have a device with neither: use the backend's name.
     device = backend["device"]
     name = str(device.get("architecture") or device.get("name") or backend["name"])
     if not backend.get("portable"):

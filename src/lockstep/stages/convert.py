@@ -17,6 +17,6 @@ class Convert(Stage):
         from lockstep.weights.convert import WEIGHTS as FILE
         from lockstep.weights.convert import convert
 
-        # Of a conversion that was killed; otherwise `convert` would refuse to overwrite it, as in `Build.run`.
+        # Left by a killed conversion; `convert` would refuse to overwrite it (see `Build.run`).
         clear_unnamed(job.output, lambda path: path.name == FILE)
         convert(job.inputs["checkpoint"], job.names["precision"], job.output, job.inputs.get("assembly"))

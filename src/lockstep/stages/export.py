@@ -12,13 +12,13 @@ from lockstep.stages.stage import Job, Pinned, Stage, digests
 
 class Export(Stage):
     def pin(self, manifest: Path, key: BuildKey) -> Pinned:
-        # The manifest too: it says which tensor of the checkpoint each weight slot is, which no graph does.
+        # The manifest too: only it says which tensor of the checkpoint each weight slot takes.
         items = {**digests(manifest), manifest.name: digest(manifest)}
         return ("graphs", key.names["precision"]), items
 
     def run(self, job: Job) -> None:
         from lockstep import export
 
-        # Of an export that was killed; graphs' names depend on the model, so all files of the folder count.
+        # Left by a killed export; names of graphs depend on the model, so all files of the folder go.
         clear_unnamed(job.output, lambda path: True)
         export.export(job.inputs["architecture"], job.names["precision"], job.output, **job.options)

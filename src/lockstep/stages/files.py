@@ -58,7 +58,7 @@ def model_files(config: Config, model: str, place: Path | None, results: Results
     adapter_files: list[Path] = []
     for folder in local:
         adapter_files += sorted(folder.glob("adapter_*"))
-    # A job fetches adapters of the hub: they are no input of a run that begins without them.
+    # Adapters on the hub are fetched by a job, so their files are not inputs.
     common: dict[str, Any] = {
         "kind": kind,
         "adapters": _displayed(adapter_files),
@@ -70,7 +70,7 @@ def model_files(config: Config, model: str, place: Path | None, results: Results
         if weights and (folder / "config.json").is_file():
             common["bytes"] = _bytes(folder, weights)
         elif kind == "gguf" and place:
-            # Its tensors have 4 bits or more, of which a job makes 16.
+            # Its tensors have at least 4 bits, and a job expands them to 16.
             common["bytes"] = 4 * os.path.getsize(place)
         elif kind == "random" and place:
             common["bytes"] = 2 * (read_shape(place).num_parameters or 0)
@@ -91,7 +91,7 @@ def model_files(config: Config, model: str, place: Path | None, results: Results
 
 
 def _bytes(folder: Path, weights: Iterable[Path]) -> int:
-    # Memory and time follow from the weights as they are computed with, which is in 16 bits.
+    # Memory and time depend on the weights as 16 bits.
     packing = read_shape(folder).packing
     bits = packing.bits if packing else 16
     return sum(map(os.path.getsize, weights)) * 16 // bits

@@ -25,7 +25,7 @@ class Golden(Stage):
         try:
             check_engines(**check, speed_out=job.output.with_suffix(".speed.json"), expected=job.options["expected"])
         except CheckError as error:
-            # The next question is which engine the wrong token comes from: its answer belongs in the same line.
+            # The next question is which engine the wrong token comes from, so answer it in the same line.
             from lockstep.verify.bisect.explain import explained
 
             del check["limits"], check["threads"]

@@ -168,7 +168,7 @@ def _expected(
     return [prompt.expected.get(layer_count(layers)) for prompt in prompts]
 
 
-# All public functions above this line. Those below ask for parameters and are none.
+# All public functions above this line; those below are not parameters.
 _FUNCTIONS: Mapping[str, Callable[..., Value]] = {
     name: value
     for name, value in list(globals().items())
@@ -185,7 +185,7 @@ def value_of(name: str, config: Config, names: Mapping[str, Any]) -> Value:
 
 def options_of(params: Iterable[str], config: Config, names: Mapping[str, Any]) -> dict[str, Value]:
     """Return the values of a rule's parameters that are part of the build key, without those of None."""
-    # Not the device, which says where a job runs: the engines' own identity has the hardware.
+    # The device only says where a job runs; the identity of the engines has the hardware.
     values = {name: value_of(name, config, names) for name in params if name in _FUNCTIONS and name != "device"}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -200,7 +200,7 @@ def table(name: str, config: Config, targets: Iterable[Target]) -> tuple[tuple[s
         return wildcards, {"": value_of(name, config, {})}
     optional = [key for key, value in inspect.signature(_FUNCTIONS[name]).parameters.items() if value.default is None]
     values = {}
-    # Snakemake asks by the wildcards that a rule has, so each value is there under both of its keys.
+    # Snakemake looks values up by the wildcards of a rule, so store each under both of its keys.
     for target in targets:
         for left_out in ([], optional):
             names = {key: vars(target)[key] for key in wildcards if key not in left_out}

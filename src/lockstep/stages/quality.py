@@ -16,7 +16,7 @@ class Quality(Stage):
         change = drift.perplexity_change
         bound = job.options["max_perplexity_change"]
         failure = None
-        # "not <=": a perplexity that is no number fails, too.
+        # "not <=", so that a NaN fails too.
         if not change <= bound:
             failure = (
                 f"perplexity: expected at most {bound:+.1%} of the checkpoint's (golden.max_perplexity_change), found "

@@ -146,7 +146,7 @@ def rules() -> Mapping[str, Rule]:
         bodies.update(_RULE.findall(path.read_text(encoding="utf-8")))
     if not bodies:
         raise InputError(f"{FOLDER}: expected the rules of the workflow, found none; install the wheel again")
-    # It reads all targets, names its own script, and no class in this folder is its stage.
+    # It reads all targets, has its own script, and is no stage of this folder.
     bodies.pop("summary", None)
     stages = {name: body for name, body in bodies.items() if f'stage_of("{name}")' in body}
     return {name: _rule(name, dict(_DIRECTIVE.findall(body))) for name, body in stages.items()}
@@ -168,7 +168,7 @@ def makers(pattern: str) -> list[Rule]:
 def _rule(name: str, directives: Mapping[str, str]) -> Rule:
     def entries(directive: str) -> list[tuple[str, Any]]:
         try:
-            # Text of this installation, as trusted as the module that evaluates it; never a user's.
+            # The text belongs to this installation and is as trusted as this module; it is never a user's.
             return eval(f"arguments({directives.get(directive, '')}\n)", dict(_FUNCTIONS))
         except (SyntaxError, NameError, TypeError) as error:
             raise InputError(
@@ -177,7 +177,7 @@ def _rule(name: str, directives: Mapping[str, str]) -> Rule:
             ) from None
 
     inputs = entries("input")
-    # A manifest's own files (logits of a reference) are inputs for Snakemake alone: jobs find them by the manifest.
+    # Files that a manifest names (logits of a reference) are inputs for Snakemake only: jobs find them by it.
     branches = {key: value for key, value in inputs if isinstance(value, Branch)}
     return Rule(
         name,

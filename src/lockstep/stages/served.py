@@ -12,5 +12,5 @@ class Served(Stage):
     def run(self, job: Job) -> None:
         from lockstep.verify.served.check import check
 
-        # By its entry point: the server is another package, which imports this one.
+        # By its entry point: the server is a separate package, which imports this one.
         check(**arguments(job), open_server=load_plugin("server", "open_server"))

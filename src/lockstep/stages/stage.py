@@ -49,7 +49,7 @@ class Job:
     @property
     def backend(self) -> str | None:
         """Return the backend that builds or runs its engines; None without one."""
-        # The wildcard is then the device's name, which the config chose.
+        # The wildcard is then the name of a device in the config.
         if self.device:
             return self.device["backend"]
         return self.names.get("backend")

@@ -113,7 +113,7 @@ def adapter_of_bytes(name: str, adapter: Adapter, data: np.ndarray, folder: Path
 
     def array(place: TensorPlace) -> np.ndarray:
         raw = data[place.offset : place.offset + place.length]
-        # A copy is aligned to its elements, and lets the file's bytes go.
+        # A copy is aligned to its elements, and does not keep the whole file in memory.
         return raw.copy().view(numpy_dtype(place.dtype)).reshape(place.shape)
 
     modules = {module: (array(entry.a), array(entry.b)) for module, entry in adapter.modules.items()}
@@ -122,7 +122,7 @@ def adapter_of_bytes(name: str, adapter: Adapter, data: np.ndarray, folder: Path
 
 def scaled(b: np.ndarray, scale: float, dtype: np.dtype) -> np.ndarray:
     """Return a matrix B times the adapter's scale, computed in float32 and rounded once to `dtype`."""
-    # An overflow to 16 bits is told by `check_adapter`, with the module's name.
+    # `check_adapter` reports an overflow with the module's name.
     with np.errstate(over="ignore"):
         return (b.astype(np.float32) * np.float32(scale)).astype(dtype)
 

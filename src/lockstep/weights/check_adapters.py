@@ -176,7 +176,7 @@ def check_folder(folder: Path, checkpoint: CheckpointManifest, where: str) -> Ad
     files = []
     for name in (CONFIG, WEIGHTS):
         digest = sha256_file(folder / name)
-        # Readers of the manifest compare digests, and need not hash the file again.
+        # So that readers of the manifest need not hash the file again.
         remember(folder / name, digest)
         files.append(StoredFile(name, (folder / name).stat().st_size, digest))
     base = config.get("base_model_name_or_path")
@@ -231,7 +231,7 @@ def _read_config(folder: Path, where: str) -> dict[str, Any]:
             refuse("a rank (r) of 1 or more", shorten(rank), "correct it")
     for alpha in (config.get("lora_alpha", 0), *(config.get("alpha_pattern") or {}).values()):
         if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha) or alpha == 0:
-            # With 0 the adapter would be the base under another name.
+            # With 0 the adapter would compute the same as the base model.
             refuse("a finite lora_alpha other than 0", shorten(alpha), "correct it")
     bias = config.get("bias", "none")
     if bias != "none":
@@ -280,7 +280,7 @@ def _modules(
                     f"{where}: {path}: expected base_model.model.{module}.lora_{side}.weight, found only its other "
                     "half; save the adapter again"
                 )
-        # Graphs add adapters to layers that every token passes; an expert sees some tokens alone.
+        # Graphs add adapters to layers that every token passes; an expert sees only some tokens.
         if _EXPERT.search(module):
             raise InputError(
                 f"{where}: {path}: expected linear layers that every token passes, found {module} of an expert; "

@@ -73,7 +73,7 @@ def convert(checkpoint_json: Path, precision: str, out_json: Path, assembly_json
     is_as_stored = all(source.tensors[name].dtype == dtype for name, dtype in dtypes.items())
     if quantized is None and not source.packed and is_as_stored:
         # All floats have their dtype already: the manifest points to the checkpoint's files.
-        # Asked before the manifest is replaced, which says that the file is ours.
+        # Before the manifest is replaced: it proves that the file is ours.
         stale = [path for path in stale_files(out, ()) if path.name == WEIGHTS]
         _check_finite(source)
         pointers = _pointers(source, source.tensors, out)

@@ -26,7 +26,7 @@ def row_scales(rows: np.ndarray) -> np.ndarray:
 def codes_of(rows: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Return the nearest code of each number, uint8 [out_features, in_features]."""
     numbers = rows / np.where(scales == 0, np.float32(np.inf), scales)[:, None]
-    # A quotient may round to more than 448, for which e4m3fn has NaN and no infinity.
+    # A quotient may round to more than 448, which would become NaN: e4m3fn has no infinity.
     return np.clip(numbers, -_LARGEST, _LARGEST).astype(named_dtype("float8_e4m3fn")).view(np.uint8)
 
 
@@ -37,7 +37,7 @@ def steps(codes: np.ndarray) -> np.ndarray:
 
 def rounded(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return activations as e4m3 numbers and the step of each row, both float32 (`onnx_tools.fp8_products`)."""
-    # As in the graphs: the step of a row of zeros.
+    # The lower bound is for a row of zeros, and the same as in the graphs.
     steps = np.maximum(np.abs(rows).max(axis=1, keepdims=True) / _LARGEST, np.float32(1e-30))
     return (rows / steps).astype(named_dtype("float8_e4m3fn")).astype(np.float32), steps
 

@@ -36,7 +36,7 @@ def pack(integers: np.ndarray, bits: int) -> np.ndarray:
 
 def unpack(data: np.ndarray, group_size: int) -> np.ndarray:
     """Unpack to uint8 [..., group_size]: the inverse of `pack`; the last dimension of `data` tells the bits."""
-    # A byte for each number: 8 bits.
+    # One byte for each number means 8 bits.
     if data.shape[-1] == group_size:
         return data
     return np.stack([data & 15, data >> 4], axis=-1).reshape(*data.shape[:-1], group_size)

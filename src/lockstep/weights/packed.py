@@ -143,7 +143,7 @@ class Packed:
 def row_blocks(shape: tuple[int, ...]) -> Iterator[slice]:
     """Return the rows of a weight that are read together, in order: a multiple of eight, except for the last."""
     rows, columns = shape
-    # Whole words of AWQ's, and whole bytes of codes of 4 bits: both hold numbers of several rows.
+    # A word of AWQ and a byte of 4-bit codes hold numbers of several rows, so blocks begin at whole ones.
     step = max(_ROWS, BLOCK_SIZE // columns // _ROWS * _ROWS)
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 

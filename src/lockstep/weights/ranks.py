@@ -38,7 +38,7 @@ class RankWeights:
         return self._weights
 
     def identity(self, slot: str) -> Hashable:
-        # A bias that only the first rank adds: the other ranks' zeros are another array of the same tensor.
+        # A bias that only the first rank adds is zeros on the other ranks: another array of the same tensor.
         zeros = slot in self._sharded.first and self._rank > 0
         return tuple(self._slots[slot]), self._sharded.weights.get(slot), zeros, self._rank
 

@@ -76,7 +76,7 @@ class Weights:
         check_stored(manifest.files, manifest_path.parent, "convert the checkpoint again")
         maps = {}
         for name, path in paths.items():
-            # The array keeps the map alive, and the map the file.
+            # The array keeps the map alive after the file is closed.
             with open(path, "rb") as file:
                 maps[name] = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
         for name, info in manifest.tensors.items():

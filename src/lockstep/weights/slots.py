@@ -106,7 +106,7 @@ def check_arrays(arrays: Sequence[np.ndarray], shape: Sequence[int], dtype: np.d
 
 def slot_array(weights: Tensors | Mapping[str, np.ndarray], names: Sequence[str], shape: Sequence[int]) -> np.ndarray:
     """Return the array of a slot that was checked: the tensor itself, or a copy of several, one after another."""
-    # A rank's shard may have gaps, which no engine reads; a tensor of the file stays a view of it.
+    # Engines need contiguous arrays, which a rank's shard may not be; others stay views of the file.
     if len(names) == 1:
         return np.asarray(weights[names[0]], order="C")
     return np.concatenate([weights[name].reshape(-1) for name in names]).reshape(shape)

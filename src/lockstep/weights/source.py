@@ -97,7 +97,7 @@ class Source:
 
         buffer: uint8 of PIECE_BYTES. Read, not mapped: a file that shrinks meanwhile is then an error, not a SIGBUS.
         """
-        # Read whole: a row of the result is spread over all of the tensor.
+        # Read it whole: a row of the result is spread over the whole tensor.
         if name in self.transposed:
             stored = replace(self, tensors=self.manifest.tensors, transposed=()).array(name)
             data = np.ascontiguousarray(stored.T).reshape(-1).view(np.uint8)
@@ -215,11 +215,11 @@ def open_source(checkpoint_json: Path) -> Source:
     for weight in packed.values():
         parts.update(weight.parts.values())
     stored: dict[str, TensorPlace] = {}
-    # The headers again, though the files are unchanged: a manifest is not trusted with places of bytes.
+    # Compare with the headers, though the files are unchanged: the manifest's places are not trusted.
     for file in source.files():
         stored |= read_header(source.folder / file)
     headers, _ = language_tensors(stored)
-    # By place: a tied head without its embedding has another name in the manifest.
+    # Compared by place: a tied head without its embedding has another name in the manifest.
     places = set(headers.values())
     for name, place in sorted(source.tensors.items()):
         if headers.get(name, place) != place or place not in places:

@@ -97,7 +97,7 @@ def write_stream(
     """
     check_place(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Before minutes of writing; another program may still fill the disk meanwhile, which `disk_room` tells.
+    # Check before minutes of writing; if another program fills the disk meanwhile, `disk_room` reports it.
     free = shutil.disk_usage(path.parent).free
     if free < size:
         raise InputError(
@@ -147,7 +147,7 @@ def _entries(
 
 def layout(stored: Mapping[str, Stored], file: str) -> tuple[bytes, dict[str, TensorPlace]]:
     """Return the opening bytes of `file` and its tensors, in the order of the safetensors library."""
-    # As transformers writes it: its version 4 refuses a file without.
+    # As transformers writes it; its version 4 refuses files without it.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     # The largest types first, as the library does: then each tensor is aligned to its elements.
@@ -157,7 +157,7 @@ def layout(stored: Mapping[str, Stored], file: str) -> tuple[bytes, dict[str, Te
         end = begin + entry.length
         header[name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    # Spaces, as the library pads: the first tensor begins at a multiple of eight.
+    # Padded with spaces, as the library does, so that the first tensor begins at a multiple of eight.
     text += b" " * (-len(text) % 8)
     opening = len(text).to_bytes(8, "little") + text
     del header["__metadata__"]

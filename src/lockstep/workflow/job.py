@@ -73,7 +73,7 @@ def logged(snakemake: Any) -> Iterator[None]:
             with shown_on(terminal):
                 yield
     except SystemExit as error:
-        # The run itself says one line of Ctrl-C for all jobs.
+        # The run itself reports Ctrl-C, once for all jobs.
         if error.code != 128 + signal.SIGINT:
             _tell(terminal, log, PREFIX, last=1)
         raise

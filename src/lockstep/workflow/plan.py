@@ -40,7 +40,7 @@ def make_plan(question: Mapping[str, Any]) -> dict[str, Any]:
     run, and whether it `has_environments` for jobs. Raises InputError or CheckError where a run must not start.
     """
     version = question.get("version", "an older one")
-    # A workflow that is a module of another, from git, is not installed with the package.
+    # As a module of another workflow, from git, it may have another version than the installed package.
     if version != __version__:
         raise InputError(
             f"workflow: expected version {__version__}, that of the package lockstep-engines, found {version}; install "
@@ -49,7 +49,7 @@ def make_plan(question: Mapping[str, Any]) -> dict[str, Any]:
     _check_folder()
     merged = question["config"]
     files = question["files"]
-    # Without a config the demo is run. It is no default of the Snakefile: a user's file would add its models to these.
+    # Without a config, run the demo. As the Snakefile's default, its models would be merged into a user's config.
     if "models" not in merged:
         files = [str(DEMO if DEMO.exists() else REPOSITORY / DEMO)]
         check_config(files[0])
@@ -58,10 +58,10 @@ def make_plan(question: Mapping[str, Any]) -> dict[str, Any]:
     results = Results(Path(question["results"]))
     places = config.check_sources([Path.cwd(), REPOSITORY], results=results)
     models = {model: model_files(config, model, places.get(model), results) for model in config.models}
-    # Environments that Snakemake makes for jobs have the backends; here they may be missing.
+    # If Snakemake makes environments for jobs, these have the backends, and they may be missing here.
     if not question["has_environments"]:
         config.check_backends()
-    # For its error, which would else come from every job.
+    # Only for its error, which would otherwise come from every job.
     cache_folder(config.cache)
     device = config.check_device(merged.get("device"))
     notes: list[str] = []
@@ -106,7 +106,7 @@ def make_plan(question: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_folder() -> None:
     """Check that Snakemake can keep its own files here, dry runs too: it would end in a traceback."""
-    # The innermost folder that is there: the others are made in it.
+    # The innermost folder that exists: Snakemake makes the others in it.
     place = next(filter(os.path.exists, (".snakemake/locks", ".snakemake", ".")))
     check_writable(Path(place), "make it writable, or name another by --directory")
 
@@ -127,7 +127,7 @@ def _check_locked(config: Config, models: Mapping[str, ModelFiles], results: Res
 
 
 def _gpus(config: Config, backend: str) -> int:
-    # Its jobs build engines at most, for which a cluster need not find a GPU.
+    # Its jobs at most build engines, for which no GPU is needed.
     if backend in config.not_run():
         return 0
     return config.gpus(backend)

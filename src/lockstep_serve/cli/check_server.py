@@ -42,7 +42,7 @@ def check_server(service: Service, opened_models: Sequence[Opened], results: Pat
     async def run() -> None:
         with tempfile.TemporaryDirectory(prefix="lockstep-check-") as folder:
             socket = Path(folder, "socket")
-            # At a socket in a private folder: no client reaches a server that is not checked yet.
+            # A socket in a private folder: no client can reach a server that is not checked yet.
             async with listening(service, socket):
                 await check_models(socket, models, service.ready.batch_invariant)
 

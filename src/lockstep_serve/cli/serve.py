@@ -255,6 +255,6 @@ def serve(
         raise SystemExit(128 + number) from None
 
 
-# click reads a command's options from this list: those of plug-ins are not known above it.
+# Plug-ins' options are not known when the command is defined; click reads them from this list.
 for _plugin in protocol_plugins():
     serve.params += _plugin.options

@@ -37,7 +37,7 @@ def _check_ranks(opened: Opened, num_ranks: int | None) -> None:
     """Raise InputError unless the graphs are split over as many ranks as requested."""
     from lockstep.artifacts.assembly import Assembly
 
-    # The graphs are cut into pieces when they are exported: their number is no choice of a server.
+    # Graphs are split over ranks when they are exported, so a server cannot choose the number.
     degree = getattr(Assembly.load(opened.assembly).tensor_parallel, "degree", 1)
     if num_ranks not in (None, degree):
         raise InputError(
@@ -119,7 +119,7 @@ def run_server(opened_models: Sequence[Opened], options: SimpleNamespace) -> Non
     prefix = options.metrics_prefix
     if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", prefix):
         raise InputError(f"--metrics-prefix: expected letters, digits and _, found {prefix!r}")
-    # After the checks that load nothing: its process loads libraries while this one loads its own.
+    # Started before the imports below, so that both processes load their libraries at the same time.
     with EngineProcess(first.target.backend) as engine:
         _serve(opened_models, names, keys, options, plugins, engine)
 
@@ -243,7 +243,7 @@ def _check_adapter_loading(opened: Opened) -> None:
 
 
 def _end_with_stdin() -> None:
-    # OSError: it was closed before the server began.
+    # OSError: stdin was closed before the server began.
     with contextlib.suppress(OSError):
         while os.read(0, 1 << 12):
             pass

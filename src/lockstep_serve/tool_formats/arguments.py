@@ -54,7 +54,7 @@ class _Resolver:
             return [{}]
         for keyword in ("anyOf", "oneOf"):
             alternatives = schema.get(keyword)
-            # The keywords next to it hold for each alternative.
+            # Keywords next to it apply to every alternative.
             if isinstance(alternatives, list) and alternatives:
                 branches: list[Schema] = []
                 for alternative in alternatives:
@@ -133,7 +133,7 @@ def coerced(text: str, function: Schema, name: str) -> Any:
         if allowed is None:
             return value
         if _has_kind(value, allowed):
-            # 3.0 where an integer is expected.
+            # The model wrote 3.0 where an integer is expected.
             if isinstance(value, float) and "number" not in allowed:
                 return int(value)
             return value

@@ -32,7 +32,7 @@ def _read(source: Source) -> Reading[None]:
         try:
             yield source.call_name(recipient[1])
             yield from source.json("{", sends=True)
-        # No such function, or no JSON: the whole message becomes content, not its beginning alone.
+        # No such function, or no JSON: the whole message becomes content, not only its beginning.
         except Malformed:
             yield from source.passage(None, *_ENDS, _START)
             raise Malformed(source.at) from None

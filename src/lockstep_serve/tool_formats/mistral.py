@@ -16,7 +16,7 @@ def _read(source: Source) -> Reading[None]:
         yield from source.wait()
     if source.text[source.at] == "[":
         return (yield from source.call_list())
-    # The newer form, in one version with an id after the name, in another without [ARGS].
+    # The newer form; the id after the name and [ARGS] are optional.
     name = yield from source.until("{", _ARGS, _ID)
     yield source.call_name(name.strip())
     if (yield from source.follows(_ID)):

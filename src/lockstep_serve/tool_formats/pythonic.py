@@ -26,14 +26,14 @@ _WORDS = {"true": True, "false": False, "null": None}
 def _read(source: Source) -> Reading[None]:
     marked = yield from source.follows(_BEGIN)
     yield from source.space()
-    # An answer that only begins with "[" is told apart as early as its text allows, and streamed from there.
+    # Decide as early as possible whether "[" begins calls, because other text is streamed.
     while _HEAD.match(source.text, source.at) is None:
         if _HALF_HEAD.fullmatch(source.text, source.at) is None:
             raise Malformed
         yield from source.wait()
     start = source.at
     yield from _skip(source)
-    # Python is parsed whole: unlike JSON's, its arguments are not streamed.
+    # Python is parsed as a whole, so unlike JSON's its arguments are not streamed.
     for name, arguments in _calls(source.text[start : source.at]):
         yield source.call_name(name)
         yield Event("arguments", arguments)
@@ -81,7 +81,7 @@ def _calls(text: str) -> list[tuple[str, str]]:
 
 def _one_line(text: str) -> str:
     """Return Python without line ends: in strings they become escapes, elsewhere spaces."""
-    # Models write texts of several lines between single quotes, which is no Python.
+    # Models write line breaks in quoted strings, which Python does not allow.
     parts = []
     quote = ""
     at = 0

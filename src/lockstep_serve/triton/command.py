@@ -69,7 +69,7 @@ def triton(
             raise CheckError(faults[0])
         return
     assert target is not None and out is not None
-    # Opened for its errors, too: a target that cannot be served is told now, not when Triton starts.
+    # Opening it also reports a target that cannot be served now, not when Triton starts.
     with runnable(target, None, results) as opened:
         max_batch_size = opened.limits.max_batch_size
     # Triton starts the command from another working folder.
@@ -81,7 +81,7 @@ def triton(
     parameters, settings = template_values(options, max_batch_size)
     settings = {"max_queue": max_queue, "decoupled": decoupled, **settings, "options": parameters}
     repository = Repository(command, socket_path, max_batch_size, **settings)
-    # First elsewhere, so that an invalid repository is never written.
+    # Write elsewhere first, so that an invalid repository is never written to OUT.
     with tempfile.TemporaryDirectory() as trial:
         write_repository(repository, Path(trial))
         if faults := check_repository(Path(trial)):

@@ -192,7 +192,7 @@ class Generation(Inference):
             async for deltas in self.stream:
                 for delta in deltas:
                     answer = self._answers[delta.index]
-                    # The engine, which does not know stop sequences of tokens, may go on.
+                    # The engine does not know stop sequences of tokens, and may continue.
                     if answer.ended:
                         continue
                     answer.take(delta)

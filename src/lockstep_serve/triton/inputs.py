@@ -199,7 +199,7 @@ def _prompt(batch: Batch, number: int, model: ServedModel, fold_ids: bool, lora:
         end_ids = frozenset([batch.value("end_id", number)])
     # With end_id -1 no token ends the answer.
     end_ids = frozenset(token for token in end_ids if 0 <= token < vocab_size)
-    # Longer sequences the engine cannot look for: `_Answer.take` does.
+    # The engine stops at single tokens only; `_Answer.take` finds longer sequences.
     log_probs = batch.value("return_log_probs", number, False)
     ends = end_ids | {tokens[0] for tokens in stop_ids if len(tokens) == 1}
     # As upstream, max_tokens beyond the context is no error.

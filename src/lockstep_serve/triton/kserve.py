@@ -115,7 +115,7 @@ class _Kserve:
             Endpoint("/v2/health/live", self._live, error_response=triton_error),
             Endpoint("/v2/health/ready", self._ready, error_response=triton_error),
             Endpoint("/v2/repository/index", self._index, "POST", error_response=triton_error),
-            # Before the paths of models, of which one could be called "stats".
+            # Before the paths of models, as "stats" could be the name of one.
             Endpoint("/v2/models/stats", self._all_statistics, error_response=triton_error),
             *model_endpoints("/stats", self._statistics),
             *model_endpoints("", self._metadata),
@@ -161,7 +161,7 @@ class _Kserve:
 
     async def _infer_stream(self, request: Request) -> Any:
         infer_request, _ = await _infer_request(request, self._access)
-        # All outputs in each event: Triton's Python model, which takes the stream, sends on those of its config.pbtxt.
+        # All outputs in each event: Triton's Python model, the client, selects those of its config.pbtxt.
         infer_request = replace(infer_request, outputs=None, complete=True)
         inference = await self._triton.infer(infer_request)
 
@@ -199,7 +199,7 @@ async def _infer_request(request: Request, access: Access) -> tuple[InferRequest
     header = request.headers.get(_HEADER_LENGTH)
     length = len(data)
     if header is not None:
-        # Of a short text alone: int() takes long for millions of digits, and refuses them with another error.
+        # Limit the length first: int() is slow for long texts, and raises another error for very long ones.
         is_number = header.isdecimal() and len(header) < 12
         if not is_number or int(header) > length:
             raise BadRequest(f"{_HEADER_LENGTH}: expected 0 to {len(data)}, the bytes of the body, found {header}")

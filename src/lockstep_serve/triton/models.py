@@ -186,7 +186,7 @@ class Model:
     @property
     def generates(self) -> bool:
         """Return whether the model generates tokens, and is decoupled: it may answer with a stream."""
-        # The tables of the models that generate have it in common.
+        # Only models that generate have this input.
         return "beam_width" in self.inputs
 
     @property
@@ -221,7 +221,7 @@ def metadata(model: Model) -> dict[str, Any]:
     """Return the answer of GET /v2/models/NAME."""
 
     def tensor(spec: Spec) -> dict[str, Any]:
-        # The shape has the batch here, and has not in the configuration below: so Triton has them.
+        # As in Triton, shapes include the batch here, but not in the configuration below.
         return {"name": spec.name, "datatype": spec.datatype, "shape": [-1, *spec.dims]}
 
     return {

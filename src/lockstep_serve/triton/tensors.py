@@ -60,7 +60,7 @@ def check_declaration(name: str, datatype: str, shape: Sequence[int]) -> int:
     """Return the number of elements of a tensor. Raises BadRequest."""
     if datatype not in DATATYPES:
         raise BadRequest(f"{name}: datatype: expected one of {', '.join(DATATYPES)}, found {datatype[:20]!r}", name)
-    # Without zeros: NumPy limits the other sizes of an empty tensor too.
+    # Count zeros as 1: NumPy limits the other sizes of an empty tensor too.
     sizes = [max(1, size) for size in shape]
     if len(shape) > 8 or min(shape, default=0) < 0 or math.prod(sizes) >= _MAX_ELEMENTS:
         raise BadRequest(f"{name}: shape: expected at most 8 sizes, none negative, found {str(list(shape))[:60]}", name)
@@ -77,7 +77,7 @@ def check_parameters(name: str, parameters: Mapping[str, Any]) -> None:
 def from_list(name: str, datatype: str, shape: Sequence[int], data: Any) -> Tensor:
     """Return a tensor of JSON values, flat or nested, row-major."""
     count = check_declaration(name, datatype, shape)
-    # In a list of one, for a single value may come without one.
+    # Wrapped, because a single value may come without a list.
     flat: list[Any] = []
     _flatten([data], flat, depth=-1)
     if len(flat) != count:
@@ -110,7 +110,7 @@ def values_array(name: str, datatype: str, values: list[Any]) -> np.ndarray:
         highest = float(np.finfo(dtype).max)
         lowest = -highest
     bad = next((value for value in values if type(value) not in types or not lowest <= value <= highest), None)
-    # A null is a bad value, which `next` cannot tell from none.
+    # null is invalid too, but `next` also returns None if all are valid.
     if bad is not None or None in values:
         raise BadRequest(f"{name}: expected a value of {datatype}, found {str(bad)[:40]!r}", name)
     return np.array(values, dtype)
