@@ -1,4 +1,4 @@
-"""A run certifies the endpoints of the config."""
+"""A run certifies the endpoints of the config; `lockstep certify --checkpoint` runs what it needs."""
 
 from __future__ import annotations
 
@@ -30,8 +30,11 @@ def test_endpoints_are_certified(demo: Checkout) -> None:
         reference = model / "reference" / "all.json"
         make_hypotheses(model / "checkpoint.json", reference, model / "hypotheses" / "all.json", 40)  # of few questions
         process = demo.snakemake("--cores", "2", "--keep-going", OURS, "results/endpoints/misnamed.json", check=False)
+        options = "--model", "demo-llama", "--checkpoint", "resources/demo-llama"
+        judged = demo.run("lockstep", "certify", f"{server.url}/v1", *options)
     output = process.stdout + process.stderr
     assert Certificate.load(demo.folder / OURS).verdict == AS_PUBLISHED, output
     assert "demo-llama: as published" in (demo.results / "endpoints" / "ours.html").read_text()
     assert "/v1/completions: expected status 200, found 404" in output
     assert process.returncode == 1
+    assert "demo-llama: as published" in judged.stdout

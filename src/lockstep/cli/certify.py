@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import click
 
 from lockstep.cli.options import AT_LEAST_1, FILE, JSON, PATH
-from lockstep.cli.terminal import echo_json, working
+from lockstep.cli.terminal import echo_json
 from lockstep.errors import InputError
 
 
 @click.command()
 @click.argument("url")
 @click.option("--model", required=True, help="The name that the endpoint has for the model.")
-@click.option("--golden", type=PATH, required=True, help="Golden's reference: results/MODEL/reference.")
-@click.option("--checkpoint", type=FILE, help="Its checkpoint.json.  [default: next to the reference's folder]")
-@click.option("--layers", default="all", show_default=True, help="Of which layers, where the reference is a folder.")
+@click.option("--golden", type=PATH, help="Golden's reference: results/MODEL/reference.")
+@click.option(
+    "--checkpoint",
+    metavar="FOLDER|hf:ORG/NAME|MODEL.gguf",
+    help="Instead of --golden: make the reference of this checkpoint first, by the workflow, in certify-NAME.",
+)
 @click.option("--requests", type=AT_LEAST_1, default=300, show_default=True, help="Requests to send at most.")
 @click.option("--rate", type=click.FloatRange(min=0), default=0.0, help="Requests a second at most.  [default: any]")
 @click.option(
@@ -32,9 +37,8 @@ from lockstep.errors import InputError
 def certify(
     url: str,
     model: str,
-    golden: Path,
-    checkpoint: Path | None,
-    layers: str,
+    golden: Path | None,
+    checkpoint: str | None,
     requests: int,
     rate: float,
     timeout: float,
@@ -55,9 +59,13 @@ def certify(
     if sign_key is not None and out is None:
         raise InputError("--sign-key: expected a certificate to sign, found none; name its file by --out")
     endpoint = Endpoint(url, model, os.environ.get(key_env) or None, timeout, rate, requests)
-    hypotheses = _hypotheses(golden, layers, checkpoint)
-    with working(f"certify {url}"):
-        certificate = judge(endpoint, hypotheses, not no_company)
+    if golden is not None and checkpoint is None:
+        hypotheses = _hypotheses(golden)
+    elif checkpoint is not None and golden is None:
+        hypotheses = _run_workflow(checkpoint)
+    else:
+        raise InputError("certify: expected --golden or --checkpoint, found both or none; name one of them")
+    certificate = judge(endpoint, hypotheses, not no_company)
     if out is not None:
         certificate.save(out)
         if sign_key is not None:
@@ -84,12 +92,39 @@ def certify(
     click.echo(certificate.line, err=as_json)
 
 
-def _hypotheses(golden: Path, layers: str, checkpoint: Path | None) -> Path:
+def _run_workflow(checkpoint: str) -> Path:
+    """Return the path of a checkpoint's hypotheses, which the workflow makes or brings up to date."""
+    from lockstep.config.first import name_of
+    from lockstep.config.sources import HubSource, parse_source, resolve_here
+
+    try:
+        source = parse_source(checkpoint)
+        if not isinstance(source, HubSource):
+            checkpoint = str(resolve_here(source).absolute())
+    except InputError as error:
+        raise InputError(f"--checkpoint: {error}") from None
+    name = name_of(checkpoint)
+    # A folder of its own: results of this one may be of another config.
+    folder = Path(f"certify-{name}")
+    folder.mkdir(exist_ok=True)
+    config = f"{name}.yaml"
+    (folder / config).unlink(missing_ok=True)
+    path = Path("results", name, "hypotheses", "all.json")
+    for command in (["init", checkpoint, "--out", config], ["run", config, str(path)]):
+        process = subprocess.run(
+            [sys.executable, "-P", "-m", "lockstep", *command], cwd=folder, stdout=subprocess.DEVNULL
+        )
+        if process.returncode:
+            raise click.exceptions.Exit(process.returncode)
+    return folder / path
+
+
+def _hypotheses(golden: Path) -> Path:
     """Return the path of a reference's hypotheses; make those that are absent or of another reference."""
     from lockstep.artifacts.certificate import Hypotheses
     from lockstep.artifacts.files import sha256_file
 
-    reference = golden / f"{layers}.json" if golden.is_dir() else golden
+    reference = golden / "all.json" if golden.is_dir() else golden
     if not reference.is_file():
         raise InputError(
             f"{reference}: expected golden's reference, found none; run `lockstep run`, or correct --golden"
@@ -99,10 +134,12 @@ def _hypotheses(golden: Path, layers: str, checkpoint: Path | None) -> Path:
     # Reuse those of a run: making them anew takes the checkpoint, torch and minutes.
     if path.is_file() and Hypotheses.load(path).reference == sha256_file(reference):
         return path
-    place = checkpoint or model / "checkpoint.json"
-    if not place.is_file():
-        raise InputError(f"{place}: expected the checkpoint of {reference}, found none; name it by --checkpoint")
+    checkpoint = model / "checkpoint.json"
+    if not checkpoint.is_file():
+        raise InputError(
+            f"{checkpoint}: expected the checkpoint of {reference}, found none; use --checkpoint instead of --golden"
+        )
     from lockstep.certify.tables import make_hypotheses
 
     path.parent.mkdir(exist_ok=True)
-    return make_hypotheses(place, reference, path)
+    return make_hypotheses(checkpoint, reference, path)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import re
+import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +14,9 @@ import pytest
 from click.testing import CliRunner
 
 from lockstep.artifacts.certificate import AS_PUBLISHED, CHAT, Certificate, Hypotheses
+from lockstep.certify import run
 from lockstep.certify.answers import read_tables
-from lockstep.certify.client import Endpoint
+from lockstep.certify.client import Endpoint, Form
 from lockstep.certify.likelihood import PUBLISHED, members
 from lockstep.certify.run import certify
 from lockstep.cli.main import main
@@ -34,6 +39,17 @@ def test_a_server_of_the_model_is_as_published(server: RealServer, hypotheses: P
     assert certificate.holds == "bits hold"
     certificate.save(tmp_path / "certificate.json")
     assert Certificate.load(tmp_path / "certificate.json") == certificate
+
+
+def test_tokens_alone_decide_less_and_the_power_says_so(
+    server: RealServer, hypotheses: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "Form", functools.partial(Form, listed=0))  # asked for none, the server gives none
+    certificate = certify(endpoint(server, 60), hypotheses / "hypotheses" / "all.json", company=False)
+    assert certificate.evidence == "tokens alone"
+    assert certificate.power["int8"] < 0.5 < certificate.power["tokens drawn, not greedy"]
+    assert "int8" not in certificate.excluded
+    assert re.search(r"not excluded: .*\bint8\b.*, tokens alone", certificate.line)
 
 
 def test_the_command_writes_a_page_and_a_signed_statement(server: RealServer, hypotheses: Path, tmp_path: Path) -> None:
@@ -64,6 +80,23 @@ def test_the_command_writes_a_page_and_a_signed_statement(server: RealServer, hy
     result = CliRunner().invoke(main, read)
     assert result.exit_code == 1
     assert "expected the certificate that was signed, found another" in result.output
+
+
+def test_the_workflow_makes_what_a_checkpoint_needs(
+    server: RealServer, hypotheses: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A long test of the workflow's makes them; here it finds them, and has nothing to do.
+    made = tmp_path / "certify-demo-llama" / "results" / "demo-llama"
+    shutil.copytree(hypotheses, made, copy_function=os.link)
+    monkeypatch.chdir(tmp_path)
+    options = f"{server.url}/v1", "--model", "demo-llama", "--no-company"
+    result = CliRunner().invoke(main, ["certify", *options, "--checkpoint", "resources/demo-llama"])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "certify-demo-llama" / "demo-llama.yaml").is_file()
+    for sources in (["--checkpoint", str(tmp_path)], ["--checkpoint", "x", "--golden", "y"], []):
+        result = CliRunner().invoke(main, ["certify", *options, *sources])
+        assert result.exit_code == 2
+        assert "checkpoint: expected" in result.output or "expected --golden or --checkpoint" in result.output
 
 
 def test_questions_are_prompts_of_golden_and_chats(hypotheses: Path) -> None:
