@@ -135,6 +135,7 @@ def write_archive(path: Path, about: About, entries: Sequence[Entry]) -> Path:
     """Write the bundle of `entries`, whole or not at all. Raises InputError for a file that is not of its digest."""
     entries = sorted(entries, key=lambda entry: entry.name)
     manifest = BundleManifest(about, tuple(Listed(entry.name, entry.size, entry.sha256) for entry in entries))
+    # By the rules of readers, so that no bundle is written that cannot be opened.
     try:
         BundleManifest.from_json(manifest.to_json())
     except ValidationError as error:
@@ -195,6 +196,7 @@ def read_archive(path: str | os.PathLike) -> Archive:
         members = {}
         manifest, offset = _read_manifest(file, path)
         for listed in manifest.files:
+            # A manifest may claim sizes far beyond the file, to which a seek fails.
             file.seek(min(offset, size))
             block = file.read(_BLOCK)
             if block != header(listed.path, listed.size):
@@ -225,6 +227,7 @@ def _read_manifest(file: BinaryIO, path: Path) -> tuple[BundleManifest, int]:
     data = file.read(size)
     try:
         manifest = BundleManifest.from_json(json.loads(data))
+        # The manifest must be the canonical bytes of its content: a bundle has one form only.
         if data != manifest.to_bytes() or any(file.read(-size % _BLOCK)):
             raise ValidationError("", f"the content of a bundle's digest ({formats.BUNDLE})", "other entries")
     except (ValueError, RecursionError, ValidationError) as error:

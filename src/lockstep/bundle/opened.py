@@ -69,6 +69,7 @@ def opened(path: str | os.PathLike, weights: str | os.PathLike | None = None) ->
             f"{about.target.model} in {about.target.precision}, or a weights.json"
         )
     with _scratch() as folder:
+        # Check every byte before anything is extracted.
         digest = check_contents(archive)
         with tarfile.open(archive.path) as tar:
             tar.extractall(folder, (info for info in tar if not _is_weights(info.name)), filter="data")
@@ -98,6 +99,7 @@ def _scratch() -> Iterator[Path]:
     """Yield a new folder, removed afterwards, or at the process's end where an interrupt hits the removal."""
     folder = Path(tempfile.gettempdir(), f"lockstep-bundle-{secrets.token_hex(8)}")
     remove = functools.partial(shutil.rmtree, folder, ignore_errors=True)
+    # Registered before the folder exists, so that no interrupt can come in between.
     atexit.register(remove)
     folder.mkdir(mode=0o700)
     try:
@@ -169,7 +171,8 @@ def point_into(archive: Archive, manifest_path: Path, digest: str) -> None:
                 f"file, found {place.to_json()}; {_REMEDY}"
             )
         tensors[name] = replace(place, file=archive_file.path, offset=place.offset + member.offset)
-    remember(archive.path, digest)  # just hashed: whoever opens the weights need not do it again
+    # Just hashed: whoever opens the weights need not do it again.
+    remember(archive.path, digest)
     WeightsManifest.of(manifest.precision, (archive_file,), tensors, manifest.group_size).save(manifest_path)
 
 

@@ -136,6 +136,7 @@ def _recall(path: str, state: dict[str, int]) -> str | None:
         entry = read_json(_entry_path(path), formats.SEEN)
     except (InputError, OSError):
         return None  # no entry yet, or a damaged one: the file is hashed again
+    # The name of an entry is a digest of the path, so the entry says which path it is of.
     if entry.get("path") != path or entry.get("state") != state:
         return None
     return entry["sha256"]

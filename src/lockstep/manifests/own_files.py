@@ -48,7 +48,8 @@ def stale_files(manifest: Path, names: Collection[str]) -> list[Path]:
     own_names = _strings(manifest) | _strings(_list_of_writes(manifest))
     for name in sorted(names):
         path = manifest.with_name(name)
-        if name not in own_names and (path.is_file() or path.is_symlink()):  # to write to a folder fails by itself
+        # A folder is not checked for: writing to it fails by itself.
+        if name not in own_names and (path.is_file() or path.is_symlink()):
             raise InputError(
                 f"{path}: expected to write a file here, found one that no earlier {manifest.name} names; choose "
                 "another folder, or delete the file"
