@@ -8,22 +8,6 @@ from click.testing import CliRunner
 
 from lockstep.artifacts.files import write_json
 
-MODEL = "demo-llama"
-TINY = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float32", "hidden_size": 64,
-    "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "vocab_size": 256, "max_position_embeddings": 128,
-}  # fmt: skip
-
-# Another rotary base, epsilon and head size than Llama-2's.
-SHAPE = {
-    **TINY,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
-    "rms_norm_eps": 0.05,
-    "head_dim": 16,
-    "eos_token_id": [7, 2],
-}
-
 
 @pytest.mark.parametrize("command", ["gpu", "batches"])
 @pytest.mark.parametrize("backend", ["cuda", "tensorrt"])

@@ -69,7 +69,9 @@ class Here:
 
     @property
     def checkpoint(self) -> Path:
-        make = lambda folder: lockstep.make_random_checkpoint(f"{self.shape}.json", 0, folder / "tiny")
+        def make(folder: Path) -> None:
+            lockstep.make_random_checkpoint(f"{self.shape}.json", 0, folder / "tiny")
+
         return self.shared.folder("bench-checkpoint", make) / "tiny"
 
     def smaller(self, module: Any, **constants: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from benchmarks import soak
@@ -76,6 +77,8 @@ def test_an_engine_that_was_killed_has_the_memory_of_its_own_life() -> None:
 
 
 def test_the_same_seed_asks_the_same() -> None:
-    requests = [[request("m", seed, number, 0.2) for number in range(200)] for seed in (0, 0, 1)]
-    assert requests[0] == requests[1] != requests[2]
-    assert 20 < sum(item.leaves_after is not None for item in requests[0]) < 60
+    def requests(seed: int) -> list[Any]:
+        return [request("m", seed, number, 0.2) for number in range(200)]
+
+    assert requests(0) == requests(0) != requests(1)
+    assert 20 < sum(item.leaves_after is not None for item in requests(0)) < 60

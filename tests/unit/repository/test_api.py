@@ -66,9 +66,8 @@ def test_benchmarks_import_below_it_only_what_they_list() -> None:
 
 def test_the_examples_of_the_docs_run(demo: Results, tmp_path: Path) -> None:
     (tmp_path / "results").symlink_to(demo.root, target_is_directory=True)
-    codes = [
-        code for page in ("python.md", "scheduling.md") for code in PYTHON.findall((ROOT / "docs" / page).read_text())
-    ]
+    pages = (ROOT / "docs" / name for name in ("python.md", "scheduling.md"))
+    codes = PYTHON.findall("".join(page.read_text() for page in pages))
     assert len(codes) >= 3
     for code in codes:
         subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(ROOT / "src")}, cwd=tmp_path)

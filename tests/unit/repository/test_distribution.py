@@ -17,12 +17,18 @@ from lockstep.workflow.plan import make_plan
 
 REPOSITORY = Path(__file__).parents[3]
 FOLDERS = (".ci", ".github", "benchmarks", "config", "docs", "envs", "examples", "profiles", "records", "resources")
-FILES = [
-    path
-    for folder in (*FOLDERS, "src", "tests", "workflow")
-    for path in (REPOSITORY / folder).rglob("*")
-    if path.is_file() and path != Path(__file__) and "__pycache__" not in path.parts and path.stat().st_size < 1 << 20
-] + [path for path in REPOSITORY.iterdir() if path.is_file() and path.suffix != ".lock"]
+
+
+def is_source(path: Path) -> bool:
+    """Return whether a file is part of the repository, small enough to be a text, and not this one."""
+    if not path.is_file() or path == Path(__file__) or "__pycache__" in path.parts:
+        return False
+    return path.stat().st_size < 1 << 20
+
+
+FILES = [path for path in REPOSITORY.iterdir() if path.is_file() and path.suffix != ".lock"]
+for folder in (*FOLDERS, "src", "tests", "workflow"):
+    FILES += filter(is_source, (REPOSITORY / folder).rglob("*"))
 # An extra of `lockstep`, and an install of it or of its wheel by that name; of our own name too, while nobody has it.
 OTHER_PROJECT = re.compile(
     r"(?<![\w./-])lockstep\[[a-z]"
@@ -60,7 +66,7 @@ def test_nothing_tells_a_user_to_install_another_project() -> None:
 
 
 def pins(name: str) -> dict[str, str]:
-    """Return what stands after each pin of a file in envs, by the pin with its package's canonical name."""
+    """Return the hashes after each pin of a file in envs, by the pin with its package's canonical name."""
     lines = (line.split(maxsplit=1) for line in (REPOSITORY / "envs" / name).read_text().splitlines())
     results = {words[0].partition("=="): "".join(words[1:]) for words in lines if words and words[0][0] not in "#-"}
     return {
@@ -72,10 +78,9 @@ def test_each_pin_that_is_installed_has_the_digests_of_its_files() -> None:
     """`make hashes` writes them; torch's build is chosen by who installs it, for genai.txt too."""
     assert set(pins("hashes.txt")) == {pin for pin in pins("requirements.txt") if not pin.startswith("torch==")}
     files = {path.name for path in (REPOSITORY / "envs").glob("*.txt")} - {"requirements.txt", "genai.txt"}
-    without = [
-        (name, pin) for name in sorted(files) for pin, hashes in pins(name).items() if "--hash=sha256:" not in hashes
-    ]
-    assert len(files) > 15 and not without
+    assert len(files) > 15
+    for name in sorted(files):
+        assert not [pin for pin, hashes in pins(name).items() if "--hash=sha256:" not in hashes], name
 
 
 def test_what_is_installed_together_is_of_one_version() -> None:
@@ -105,26 +110,25 @@ def test_the_version_is_one() -> None:
     assert (project["name"], project["version"], citation["version"]) == ("lockstep-engines", __version__, __version__)
     dated = f"\n## {__version__}, {citation['date-released']:%Y-%m-%d}\n"
     assert dated in (REPOSITORY / "CHANGELOG.md").read_text()
-    images = {
-        (path, version)
-        for path in FILES
-        if path.suffix in (".md", ".yaml") or path.name == "Dockerfile"
-        for version in re.findall(r"\blockstep:(\d+\.\d+\.\d+)|newTag: (\S+)", path.read_text())
-    }
-    assert images and {version for _, versions in images for version in versions if version} == {__version__}
+    versions = set()
+    for path in FILES:
+        if path.suffix in (".md", ".yaml") or path.name == "Dockerfile":
+            text = path.read_text()
+            versions.update(re.findall(r"\blockstep:(\d+\.\d+\.\d+)", text), re.findall(r"newTag: (\S+)", text))
+    assert versions == {__version__}
 
 
 # A Python that makes an environment of itself; its pip installs all but the CPU build of PyTorch, where there is none.
 FAKE_PYTHON = """#!/bin/sh
 case "$*" in
   *"-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
-  *--dry-run*) exit {found} ;;
+  *--dry-run*) exit {exit_code} ;;
 esac
 """
 
 
 @pytest.mark.parametrize(
-    ("found", "arguments", "size"),
+    ("exit_code", "arguments", "size"),
     [
         (0, (), "torch==2.13.0+cpu: 0.5 GB to download"),
         (1, (), "torch==2.13.0: 3 GB to download"),
@@ -132,10 +136,10 @@ esac
         (0, ("TORCH=torch==2.13.0",), "torch==2.13.0: 3 GB to download"),
     ],
 )
-def test_make_says_what_it_downloads(tmp_path: Path, found: int, arguments: tuple[str, ...], size: str) -> None:
+def test_make_says_what_it_downloads(tmp_path: Path, exit_code: int, arguments: tuple[str, ...], size: str) -> None:
     (tmp_path / "envs").symlink_to(REPOSITORY / "envs")
     python = tmp_path / "python"
-    python.write_text(FAKE_PYTHON.format(found=found))
+    python.write_text(FAKE_PYTHON.format(exit_code=exit_code))
     python.chmod(0o755)
     machine = tmp_path / "uname"
     machine.write_text("#!/bin/sh\necho x86_64\n")

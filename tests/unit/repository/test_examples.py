@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -34,12 +35,11 @@ def run(folder: Path, *arguments: object) -> str:
 def test_the_program_says_what_the_demo_says(demo: Results, tmp_path: Path) -> None:
     make_tree(tmp_path / "results", demo)
     lines = run(tmp_path, EXAMPLES / "in_process.py").splitlines()
-    answers = {kind: [line.partition(":")[2].strip() for line in lines if line.startswith(kind)] for kind in KINDS}
+    answers: dict[str, list[str]] = {"greedy": [], "sampled": [], "stepped": []}
+    for line in lines:
+        answers[line.split()[0].rstrip(":")].append(line.partition(":")[2].strip())
     assert answers["greedy"][0] == answers["stepped"][0] == CITY.strip()
     assert len(answers["greedy"]) == 2 and len(answers["sampled"]) == 4 and len(lines) == 7
-
-
-KINDS = ("greedy", "sampled", "stepped")
 
 
 def test_the_notebook_says_it_too(demo: Results, tmp_path: Path) -> None:
@@ -90,9 +90,10 @@ def test_the_compose_file_names_what_is_there() -> None:
     services = yaml.safe_load((EXAMPLES / "compose.yaml").read_text(encoding="utf-8"))["services"]
     program, command, *arguments = services["server"]["command"]
     assert (program, command) == ("lockstep", "serve")
-    options = {name for option in serve.params for name in option.opts}
-    assert {argument for argument in arguments if argument.startswith("--")} <= options
-    mounts = [volume.split(":")[:2] for service in services.values() for volume in service["volumes"]]
+    options = itertools.chain.from_iterable(option.opts for option in serve.params)
+    assert {argument for argument in arguments if argument.startswith("--")} <= {*options}
+    volumes = itertools.chain.from_iterable(service["volumes"] for service in services.values())
+    mounts = [volume.split(":")[:2] for volume in volumes]
     files = {"./model.tar"}  # by the command in examples/README.md
     assert not [source for source, _ in mounts if source not in files and not (EXAMPLES / source).exists()]
     (job,) = yaml.safe_load((EXAMPLES / "monitoring" / "prometheus.yaml").read_text())["scrape_configs"]

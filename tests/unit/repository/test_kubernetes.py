@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +28,7 @@ def documents(path: str) -> list[dict[str, Any]]:
 
 
 def options(args: list[str]) -> dict[str, str]:
-    """The options of `serve` in a container's args, by name."""
+    """The options of `serve` in a container's args, {name: value}."""
     command, bundle, *extra_args = args
     assert command == "serve" and bundle.endswith(".tar")
     return dict(argument.split("=", 1) for argument in extra_args)
@@ -56,8 +57,8 @@ def server(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.mark.parametrize("container", [SERVER, GPU_SERVER, KSERVE_SERVER], ids=["cpu", "gpu", "kserve"])
 def test_every_option_is_one_that_serve_takes(container: dict[str, Any]) -> None:
-    serve_options = {name for parameter in serve.params for name in parameter.opts}
-    assert set(options(container["args"])) <= serve_options
+    serve_options = itertools.chain.from_iterable(parameter.opts for parameter in serve.params)
+    assert set(options(container["args"])) <= {*serve_options}
 
 
 def test_kserve_starts_what_the_deployment_starts() -> None:
@@ -150,12 +151,14 @@ def test_images_and_actions_are_named_by_digest() -> None:
     assert [name for _, name in stages][-2:] == ["cuda", "cpu"], "the last one is built without --target"
     assert {origin for origin, _ in stages} == {"${BASE}", "builder", "runtime"}
     workflows = [*(ROOT / ".github" / "workflows").glob("*.yml"), *(ROOT / "examples" / "ci").glob("*.yml")]
-    uses = [line for path in workflows for line in re.findall(r"uses: (.+)$", path.read_text(), re.MULTILINE)]
-    assert uses and all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", line) for line in uses)
+    assert workflows
     for path in workflows:
-        jobs = yaml.safe_load(path.read_text())["jobs"].values()
-        steps = [step for job in jobs for step in job["steps"] if "actions/checkout" in step.get("uses", "")]
-        assert all(step["with"]["persist-credentials"] is False for step in steps), path
+        uses = re.findall(r"uses: (.+)$", path.read_text(), re.MULTILINE)
+        assert uses and all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", line) for line in uses)
+        for job in yaml.safe_load(path.read_text())["jobs"].values():
+            for step in job["steps"]:
+                if "actions/checkout" in step.get("uses", ""):
+                    assert step["with"]["persist-credentials"] is False, path
 
 
 def test_the_user_is_the_image_s() -> None:

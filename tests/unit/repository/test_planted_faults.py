@@ -1,6 +1,6 @@
-"""Planted faults: each is a change, is judged by what users would see, and counts as caught only where a gate says
-so."""
+"""Planted faults: each is a change, is judged by its effect on users, and is caught only where a gate says so."""
 
+import itertools
 import shutil
 
 import numpy as np
@@ -64,23 +64,20 @@ def test_a_harmful_fault_that_all_gates_let_through_ends_with_exit_code_1(graphs
 
 @pytest.fixture(scope="module")
 def planted(demo, tmp_path_factory):
-    """What plants a fault in the demo that the other tests share: name, precision -> the case."""
+    """Return a function that plants a fault in the demo: name, precision -> the files of its assembly."""
     work = tmp_path_factory.mktemp("planted")
     (work / "right").mkdir()
     (work / "right" / "demo").symlink_to(demo.root / "demo-llama")
 
-    def made(name, precision):
-        case = Case(
-            Setting(str(work), "onnxruntime", {}, {"fp16": {}, "fp32": {}}, {"fp16": 0, "fp32": 0}),
-            "demo",
-            precision,
-            name,
-        )
+    setting = Setting(str(work), "onnxruntime", {}, {"fp16": {}, "fp32": {}}, {"fp16": 0, "fp32": 0})
+
+    def planted_files(name, precision):
+        case = Case(setting, "demo", precision, name)
         with case.cleared():
             plant(case)
             return {path.name: path.read_bytes() for path in case.assembly.parent.iterdir()}
 
-    return made
+    return planted_files
 
 
 @pytest.mark.long
@@ -119,7 +116,7 @@ RUN = [
 
 @pytest.mark.parametrize("name", RUN)
 def test_a_fault_of_the_runtime_is_no_error_of_its_own(demo, name):
-    """It patches what is there, and uses what that has."""
+    """It patches existing names, and uses existing attributes."""
     files = (demo.engines("demo-llama", "fp32", "onnxruntime"), demo.assembly("demo-llama", "fp32"))
     sizes = {size: getattr(LIMITS, size) for size in ("max_batch_size", "max_seq_len", "max_num_tokens")}
     model = Model.open(*files, demo.weights("demo-llama", "fp32"), 2, ModelOptions(**sizes))
@@ -131,7 +128,7 @@ def test_a_fault_of_the_runtime_is_no_error_of_its_own(demo, name):
 def test_the_gate_of_each_row_is_the_one_that_caught_it_in_the_records():
     """Of all plantings in records/, and each row of the table has some."""
     records = [read_json(ROOT / "records" / "bench" / name) for name in page.RECORDS]
-    rows = [row for record in records for row in record["faults"]]
+    rows = list(itertools.chain.from_iterable(record["faults"] for record in records))
     # Of fused attention on a GPU: younger than its record, or in a model that was not tried there.
     never_recorded = {"spec-window", "pages-copy", "pages-swap", "pages-last"}
     assert {row["fault"] for row in rows} | never_recorded == set(FAULTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ def pages(nav: Any) -> list[str]:
     """Return the pages of a navigation, in order."""
     if isinstance(nav, str):
         return [nav]
-    return [page for entry in (nav.values() if isinstance(nav, dict) else nav) for page in pages(entry)]
+    entries = nav.values() if isinstance(nav, dict) else nav
+    return list(itertools.chain.from_iterable(map(pages, entries)))
 
 
 def test_the_navigation_has_every_page_of_the_manual_once() -> None:

@@ -177,7 +177,7 @@ def test_a_reused_prefix_a_fork_and_a_swap_keep_the_adapters_bits(
 def test_drafts_swaps_and_reused_prefixes_together_keep_the_bits_of_log_probabilities(
     lora: Results, monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
-    """Of requests with adapters, of which three take turns in two slots, and of their answers when these are given."""
+    """Of requests with adapters, of which three take turns in two slots, and of their answers when these are forced."""
     monkeypatch.setattr(scheduler, "LOOKAHEAD", 16)
     prompt = np.random.default_rng(1).integers(0, 768, 70)
     requests = []
@@ -194,15 +194,19 @@ def test_drafts_swaps_and_reused_prefixes_together_keep_the_bits_of_log_probabil
         return answers
 
     alone = [results(Engine(roomy, prefix_caching=False), [request])[0] for request in requests]
-    tokens = [[token for token, _ in answer] for answer in alone]
+    forced = []
+    drafts = {}
+    for number, (request, answer) in enumerate(zip(requests, alone)):
+        tokens = [token for token, _ in answer]
+        forced.append(replace(request, forced_ids=tokens))
+        drafts[number, 0] = tokens
     tight = opened(lora, precision, chunk_size=64, kv_bytes=9 * roomy.tables.pool.page_nbytes)
-    drafter = RecordedDrafter({(number, 0): answer for number, answer in enumerate(tokens)}, 3)
-    given = [replace(request, forced_ids=answer) for request, answer in zip(requests, tokens)]
+    drafter = RecordedDrafter(drafts, 3)
     hits = []
-    for model, wanted in ((tight, requests), (tight, given), (roomy, given), (roomy, requests)):
+    for model, sent in ((tight, requests), (tight, forced), (roomy, forced), (roomy, requests)):
         speculation = Speculation(drafter, 4)
         engine = Engine(model, admission="optimistic", speculation=speculation)
-        assert results(engine, wanted) == alone
+        assert results(engine, sent) == alone
         assert speculation.counts()[0] and (model is roomy or engine.scheduler.num_swaps)
         hits.append(engine.prefix_hits)
     assert hits[-1]
@@ -247,17 +251,18 @@ def test_every_family_computes_what_transformers_does_with_the_adapter(family: s
     assert set(modules) == {name for name in linears if ".layers." in name or ".h." in name}, "all that PEFT reaches"
     base = parity.checkpoint_tensors(model)
     arrays = tensors(modules, 5, seed=1)
-    get = lambda name, side: arrays[f"base_model.model.{name}.lora_{side}.weight"]
-    adapter = loading.LoadedAdapter(
-        "random", 5, 2.0, "", {name: (get(name, "A"), get(name, "B")) for name in modules}, "here"
-    )
+    pairs = {}
+    for name in modules:
+        prefix = f"base_model.model.{name}"
+        pairs[name] = (arrays[f"{prefix}.lora_A.weight"], arrays[f"{prefix}.lora_B.weight"])
+    adapter = loading.LoadedAdapter("random", 5, 2.0, "", pairs, "here")
     walk = AdaptedRunner(files, assembly, base, adapter)
     ids = np.random.default_rng(2).integers(3, assembly.vocab_size, 9)
-    forward = lambda: model(torch.from_numpy(ids)[None], use_cache=False).logits[0].numpy()
+    batch = torch.from_numpy(ids)[None]
     with torch.no_grad():
-        without = forward()
+        without = model(batch, use_cache=False).logits[0].numpy()
         with adapted(model, adapter):
-            expected = forward()
+            expected = model(batch, use_cache=False).logits[0].numpy()
     # the same tokens with the adapter, and with none
     first = walk.step([PackedRequest(0, ids[:6]), PackedRequest(1, ids[:6])])
     then = walk.step([PackedRequest(0, ids[6:]), PackedRequest(1, ids[6:])])
@@ -274,11 +279,10 @@ def checked(lora: Results, folder: Path, precision: str = "fp32", adapters: Path
     """The check of the three adapters, with the texts that the config expects of two."""
     reference = lora.root / "adapted_reference.json"
     if not reference.exists():
-        prompts = {
-            name: tuple(prompt.text for prompt in adapter_prompt)
-            for name, adapter_prompt in CONFIG.adapter_prompts("demo-lora").items()
-        }
-        golden = GoldenTerms(16, adapted={**prompts, "random": ("Light",)})
+        prompts = {"random": ("Light",)}
+        for name, prompts_of_adapter in CONFIG.adapter_prompts("demo-lora").items():
+            prompts[name] = tuple(prompt.text for prompt in prompts_of_adapter)
+        golden = GoldenTerms(16, adapted=prompts)
         checkpoint = lora.checkpoint("demo-llama")
         resolved = lora.adapters("demo-llama")
         make_reference(checkpoint, "all", golden, reference, adapters_json=resolved)
@@ -306,12 +310,6 @@ def test_the_check_passes_and_says_what_each_adapter_says(lora: Results, tmp_pat
     assert all(entry.from_base > 1 for entry in report.prompts if entry.adapter in NAMES)  # type: ignore[operator]
 
 
-def _swapped(adapter: loading.LoadedAdapter) -> loading.LoadedAdapter:
-    """A and B of square modules in each other's place."""
-    turn = lambda pair: (pair[1].T.copy(), pair[0].T.copy()) if pair[1].shape[0] == pair[0].shape[1] else pair
-    return replace(adapter, modules={name: turn(pair) for name, pair in adapter.modules.items()})
-
-
 _WRITE = loading.write_adapter
 
 
@@ -337,16 +335,13 @@ def _not_cleared(adapter: Any, adapter_slot: int, rank: int, arrays: Any) -> Non
     _WRITE(adapter, adapter_slot, rank, adapted)
     for item, (a, b) in zip(adapted, before):
         rows = slice(adapter_slot * rank + adapter.rank, (adapter_slot + 1) * rank)
-        item.a[:, rows], item.b[rows] = a[:, rows], b[rows]
+        item.a[:, rows] = a[:, rows]
+        item.b[rows] = b[rows]
 
 
 def _without_a_module(adapter: Any, adapter_slot: int, rank: int, arrays: Any) -> None:
-    _WRITE(
-        adapter,
-        adapter_slot,
-        rank,
-        [array for array in arrays if not array.module.endswith("layers.5.self_attn.v_proj")],
-    )
+    most_arrays = [array for array in arrays if not array.module.endswith("layers.5.self_attn.v_proj")]
+    _WRITE(adapter, adapter_slot, rank, most_arrays)
 
 
 @pytest.mark.parametrize("fault", [
@@ -365,8 +360,7 @@ def test_the_check_finds_a_fault_in_loading(
 def test_the_check_finds_matrices_in_each_others_place(
     lora: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a square module of this model there is none: q and o of one layer represent it, whose shapes are each
-    other's."""
+    """This model has no square module: q and o of a layer stand for one, for each has the other's shape transposed."""
 
     def turned(path: Any) -> dict[str, loading.LoadedAdapter]:
         adapters = open_adapters(path)
@@ -685,10 +679,9 @@ def test_a_folder_that_is_not_there_is_refused_with_every_place(tmp_path: Path) 
 
 
 def test_another_adapter_changes_nothing_that_graphs_weights_or_engines_are_made_from() -> None:
-    before, after = (
-        load.load(config(adapters={name: {"source": f"x/{name}"} for name in names}))
-        for names in (["captain"], ["captain", "other", "third"])
-    )
+    adapters = {name: {"source": f"x/{name}"} for name in ("captain", "other", "third")}
+    before = load.load(config(adapters={"captain": adapters["captain"]}))
+    after = load.load(config(adapters=adapters))
     names = {"model": "demo-lora", "precision": "fp32", "layers": "all", "backend": "onnxruntime"}
     changed = set()
     for stage in STAGES.values():

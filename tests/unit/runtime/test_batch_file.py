@@ -6,9 +6,10 @@ import subprocess
 import sys
 
 import pytest
+from engine_steps import open_model
 
 from lockstep.errors import InputError
-from lockstep.runtime import Engine, Model, ModelOptions, Request, Sampling, Tokenizer, batch_file
+from lockstep.runtime import Engine, Request, Sampling, Tokenizer, batch_file
 from lockstep.runtime.batch_file import Defaults, generate_file
 
 LINES = [
@@ -22,12 +23,7 @@ LINES = [
 
 @pytest.fixture(scope="module")
 def model(demo):
-    paths = (
-        demo.engines("demo-llama", "fp32", "onnxruntime"),
-        demo.assembly("demo-llama", "fp32"),
-        demo.weights("demo-llama", "fp32"),
-    )
-    return Model.open(*paths, options=ModelOptions(max_batch_size=2, max_seq_len=256))
+    return open_model(demo, max_batch_size=2)
 
 
 @pytest.fixture(scope="module")

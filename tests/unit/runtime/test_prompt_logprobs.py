@@ -9,12 +9,14 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
+import engine_steps
 import numpy as np
 import pytest
 from demo_model import DEMO
+from engine_steps import open_model
 
 from lockstep.errors import InputError
-from lockstep.runtime import Engine, Model, ModelOptions, Request, Sampling, Tokenizer
+from lockstep.runtime import Engine, Model, Request, Sampling, Tokenizer
 from lockstep.step.sampling import Logprobs
 from lockstep.targets import Results
 from real_server import RealServer, make_tree
@@ -26,16 +28,11 @@ TOLERANCE = 2e-4
 
 @pytest.fixture(scope="module")
 def model(demo: Results) -> Model:
-    paths = (
-        demo.engines("demo-llama", "fp32", "onnxruntime"),
-        demo.assembly("demo-llama", "fp32"),
-        demo.weights("demo-llama", "fp32"),
-    )
-    return Model.open(*paths, options=ModelOptions(max_batch_size=4, max_seq_len=256, chunk_size=64))
+    return open_model(demo)
 
 
 def ids(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(3, 500, length).tolist()
+    return engine_steps.ids(length, seed).tolist()
 
 
 def reference(tokens: list[int]) -> np.ndarray:
@@ -114,8 +111,8 @@ def test_given_answers_have_the_bits_that_decoding_gave(model: Model, count: int
         decoded[token.request].append(token.logprobs)
     assert sum(map(len, answers)) == count
     scored = Engine(model, max_num_tokens=68).score(prompts[::-1], answers[::-1], 2)[::-1]
-    for number, (given, expected) in enumerate(zip(scored, decoded, strict=True)):
-        assert [Logprobs(entry.chosen, entry.top[: number % 3]) for entry in given] == expected
+    for number, (entries, expected) in enumerate(zip(scored, decoded, strict=True)):
+        assert [Logprobs(entry.chosen, entry.top[: number % 3]) for entry in entries] == expected
     for number in range(3):
         alone = Engine(model, prefix_caching=False).score([prompts[number]], [answers[number]], 2)
         assert alone == [scored[number]]
@@ -168,10 +165,10 @@ def streamed(server: RealServer, prompt: Any, max_tokens: int, **options: Any) -
 
 def test_a_server_gives_the_log_probabilities_of_given_answers(server: RealServer) -> None:
     prompts = [ids(9), ids(70, 1)]
-    given: dict[str, Any] = {"logprobs": 2, "return_token_ids": True}
-    decoded = server.complete(prompts, 20, seed=7, ignore_eos=True, **given)["choices"]
+    options: dict[str, Any] = {"logprobs": 2, "return_token_ids": True}
+    decoded = server.complete(prompts, 20, seed=7, ignore_eos=True, **options)["choices"]
     answers = [choice["token_ids"] for choice in decoded]
-    assert server.complete(prompts, 1, temperature=0.0, forced_token_ids=answers, **given)["choices"] == decoded
+    assert server.complete(prompts, 1, temperature=0.0, forced_token_ids=answers, **options)["choices"] == decoded
     body = {"model": "demo-llama", "prompt": prompts, "forced_token_ids": answers[0]}
     for changed in ({}, {"prompt": prompts[0], "stop": "a"}, {"prompt": prompts[0], "forced_token_ids": [True]}):
         status, _, answer = server.request("POST", "/v1/completions", {**body, **changed})
@@ -186,7 +183,8 @@ def test_echo_gives_the_prompt_first_whole_or_streamed(
 ) -> None:
     prompt = tokenizer.encode(TEXT).tolist()
     answer = server.complete(TEXT, max_tokens, echo=True, logprobs=2)
-    (choice,), usage = answer["choices"], answer["usage"]
+    (choice,) = answer["choices"]
+    usage = answer["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(prompt), max_tokens)
     assert choice["text"].startswith(TEXT) and choice["finish_reason"] == "length"
     if max_tokens:

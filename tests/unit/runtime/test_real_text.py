@@ -61,7 +61,8 @@ def answer_text(tokenizer, prompt, answer, **options):
 def check_random(tokenizer, size, count):
     numbers = random.Random(0)
     for _ in range(count):
-        prompt, answer = ([numbers.randrange(size) for _ in range(numbers.randint(1, 5))] for _ in range(2))
+        prompt = [numbers.randrange(size) for _ in range(numbers.randint(1, 5))]
+        answer = [numbers.randrange(size) for _ in range(numbers.randint(1, 5))]
         text = tokenizer.decode(prompt + answer)
         before = tokenizer.decode(prompt)
         if text.startswith(before):
@@ -103,7 +104,7 @@ def test_a_prompt_that_is_cut_inside_a_character_leaves_its_end_to_the_answer(to
 
 
 def test_an_answer_does_not_repeat_what_the_prompt_has_shown_of_no_character(tokenizer):
-    (x,) = tokenizer.encode("\nx", special=False).tolist()[-1:]
+    x = tokenizer.encode("\nx", special=False).tolist()[-1]
     ids = tokenizer.encode("a 𓀀").tolist()
     cut = next(at for at in range(len(ids), 0, -1) if tokenizer.decode(ids[:at]).endswith("\ufffd"))
     assert answer_text(tokenizer, ids[:cut], [x]) == "x"
@@ -177,7 +178,7 @@ def test_a_bad_word_is_in_no_text_whichever_tokens_would_spell_it(tokenizer, voc
     numbers = random.Random(word)
     size = len(tokenizer.vocabulary)
     prompt = tokenizer.encode("x").tolist()
-    parts = sorted({token for text in (word, f" {word}", f"\n{word}", f"x{word}y") for token in tokenizer.encode(text)})
+    parts = sorted(set().union(*map(tokenizer.encode, (word, f" {word}", f"\n{word}", f"x{word}y"))))
     parts += [byte_token(tokenizer, byte) for byte in word.encode()]
     num_cases = 0
     for _ in range(4):
@@ -196,15 +197,15 @@ def test_a_bad_word_is_in_no_text_whichever_tokens_would_spell_it(tokenizer, voc
 
 def test_a_word_that_the_prompt_begins_inside_a_character_is_found(tekken):
     vocabulary = Vocabulary(tekken.pieces, len(tekken.vocabulary))
-    prompt, tail = ([byte_token(tekken, byte) for byte in part] for part in ("é".encode()[:1], "é".encode()[1:]))
-    assert tail[0] in BadWordFilter(vocabulary, ["é"], prompt).tokens()
-    assert tail[0] not in BadWordFilter(vocabulary, ["é"]).tokens()
+    first, last = (byte_token(tekken, byte) for byte in "é".encode())
+    assert last in BadWordFilter(vocabulary, ["é"], [first]).tokens()
+    assert last not in BadWordFilter(vocabulary, ["é"]).tokens()
 
 
 def test_a_bad_word_of_any_length_costs_little(tokenizer, vocabulary):
     words = ["a" * 4000, *("ab" * 3 + str(number) for number in range(63))]
     word_filter = BadWordFilter(vocabulary, words)
-    (token,) = tokenizer.encode("\na", special=False).tolist()[-1:]
+    token = tokenizer.encode("\na", special=False).tolist()[-1]
     began = time.thread_time()
     for _ in range(1000):
         word_filter.push(token)

@@ -88,44 +88,26 @@ def test_identity_is_of_what_the_weights_are_not_of_where_they_lie(demo, tmp_pat
     """In fp16 the manifest of weights points into the checkpoint, whose files a bundle brings along."""
     engines = demo.engines("demo-llama", "fp16", "onnxruntime")
     assembly = demo.assembly("demo-llama", "fp16")
+    options = ModelOptions(max_batch_size=4, max_seq_len=256, chunk_size=CHUNK)
+
+    def key_of(weights):
+        return root_key(Model.open(engines, assembly, weights, options=options))
+
     keys = {root_key(open_model(demo, "fp16"))}
     for folder in (tmp_path / "elsewhere", tmp_path / "deeper" / "still"):
-        shutil.copytree(DEMO, folder / "checkpoint")
-        checkpoint = resolve(str(folder / "checkpoint"), folder / "checkpoint", folder / "checkpoint.json")
+        copy = folder / "checkpoint"
+        shutil.copytree(DEMO, copy)
+        checkpoint = resolve(str(copy), copy, folder / "checkpoint.json")
         weights = convert(checkpoint, "fp16", folder / "fp16" / "weights.json")
-        keys.add(
-            root_key(
-                Model.open(
-                    engines,
-                    assembly,
-                    weights,
-                    options=ModelOptions(max_batch_size=4, max_seq_len=256, chunk_size=CHUNK),
-                )
-            )
-        )
-    WeightsManifest.load(weights).moved(os.path.basename).save(folder / "checkpoint" / "weights.json")
-    bundled = folder / "checkpoint" / "weights.json"
-    keys.add(
-        root_key(
-            Model.open(
-                engines, assembly, bundled, options=ModelOptions(max_batch_size=4, max_seq_len=256, chunk_size=CHUNK)
-            )
-        )
-    )
+        keys.add(key_of(weights))
+    WeightsManifest.load(weights).moved(os.path.basename).save(copy / "weights.json")
+    keys.add(key_of(copy / "weights.json"))
     assert len(keys) == 1
-    data = bytearray((folder / "checkpoint" / "model.safetensors").read_bytes())
+    data = bytearray((copy / "model.safetensors").read_bytes())
     data[-2] ^= 1
-    (folder / "checkpoint" / "model.safetensors").write_bytes(data)
-    other = convert(
-        resolve(str(folder / "checkpoint"), folder / "checkpoint", folder / "checkpoint.json"), "fp16", weights
-    )
-    keys.add(
-        root_key(
-            Model.open(
-                engines, assembly, other, options=ModelOptions(max_batch_size=4, max_seq_len=256, chunk_size=CHUNK)
-            )
-        )
-    )
+    (copy / "model.safetensors").write_bytes(data)
+    changed = convert(resolve(str(copy), copy, folder / "checkpoint.json"), "fp16", weights)
+    keys.add(key_of(changed))
     assert len(keys) == 2
 
 
@@ -179,7 +161,8 @@ def test_the_executor_draws_what_the_sampler_draws(demo, monkeypatch):
         engine.scheduler.check()
         return results, engine.scheduler.num_swaps
 
-    (drawn, swaps), (by_logits, _) = tokens(), tokens(logprobs=0)
+    drawn, swaps = tokens()
+    by_logits, _ = tokens(logprobs=0)
     assert drawn == by_logits and len({tuple(drawn[8, choice]) for choice in range(3)}) == 3 and swaps
     greedy = model.step_tokens([Advance(slot, ids(9), 0) for slot in range(4)])
     assert len(set(greedy.tolist())) == 1, "slots are greedy again once they are released"
@@ -187,16 +170,16 @@ def test_the_executor_draws_what_the_sampler_draws(demo, monkeypatch):
         model.set_sampling(0, Sampler(Sampling(1.0, logprobs=2)))
 
 
-@pytest.mark.parametrize("given", [1, 7, 15])
-def test_an_interrupted_request_goes_on_to_the_bit(model, given):
+@pytest.mark.parametrize("num_sent", [1, 7, 15])
+def test_an_interrupted_request_goes_on_to_the_bit(model, num_sent):
     for sampling, choose in ((Sampling(1.0, seed=3, presence_penalty=0.5), None), (Sampling(), argmax)):
         request = Request(ids(100), 16, choose, sampling=sampling)
         full = list(Engine(model, prefix_caching=False).run([request]))
-        again = replace(request, answer_ids=[output.token for output in full[:given]])
-        tokens = list(Engine(model, prefix_caching=False).run([again]))
-        assert [output.token for output in tokens] == [output.token for output in full[given:]]
-        for first, other in zip(tokens, full[given:]):
-            np.testing.assert_array_equal(first.logits, other.logits)
+        resumed = replace(request, answer_ids=[output.token for output in full[:num_sent]])
+        outputs = list(Engine(model, prefix_caching=False).run([resumed]))
+        for output, expected in zip(outputs, full[num_sent:], strict=True):
+            assert output.token == expected.token
+            np.testing.assert_array_equal(output.logits, expected.logits)
 
 
 def test_requests_that_are_swapped_out_come_back_with_the_same_bits(demo, monkeypatch):
@@ -339,9 +322,13 @@ class Slow:
     def __init__(self):
         self.outcomes = []
         self.forgotten = []
-        self.submit = lambda *arguments: None
-        self.wait = lambda seconds: None
         self.forget = self.forgotten.append
+
+    def submit(self, *arguments):
+        pass
+
+    def wait(self, seconds):
+        pass
 
     def poll(self):
         outcomes = self.outcomes
@@ -352,10 +339,14 @@ class Slow:
 class Free:
     """A matcher that allows all."""
 
-    def __init__(self):
-        self.fork = lambda: self
-        self.consume = lambda token: None
-        self.allowed = lambda end_ids: np.ones(768, bool)
+    def fork(self):
+        return self
+
+    def consume(self, token):
+        pass
+
+    def allowed(self, end_ids):
+        return np.ones(768, bool)
 
 
 def test_the_log_probabilities_of_a_prompt_come_though_its_first_choice_is_aborted(demo):
@@ -368,7 +359,8 @@ def test_the_log_probabilities_of_a_prompt_come_though_its_first_choice_is_abort
         index = engine.add(request)
         while engine.has_work:
             engine.step()
-            rows += [(first, entry) for _, first, entries in engine.prompt_logprobs for entry in entries]
+            for _, first, entries in engine.prompt_logprobs:
+                rows += [(first, entry) for entry in entries]
             if gone and len(results) == 1:
                 engine.abort(index, 0)
         results.append(rows)

@@ -7,11 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import engine_steps
 import numpy as np
 import pytest
+from engine_steps import argmax
 
 from lockstep.errors import InputError
-from lockstep.runtime import Decoding, Engine, Model, ModelOptions, Request, Sampling, Tokenizer, command, generate
+from lockstep.runtime import Decoding, Engine, Request, Sampling, Tokenizer, command, generate
 from lockstep.targets import Limits, Results
 from some import some
 
@@ -19,17 +21,8 @@ EXPECTED = json.loads((Path(__file__).parents[3] / "resources" / "demo-llama" / 
 PROMPTS = [entry["text"] for entry in EXPECTED]
 
 
-def argmax(logits):
-    return int(logits.argmax())
-
-
 def open_model(demo, precision="fp32", layers="all", **limits):
-    paths = (
-        demo.engines("demo-llama", precision, "onnxruntime"),
-        demo.assembly("demo-llama", precision),
-        demo.weights("demo-llama", precision),
-    )
-    return Model.open(*paths, layers, ModelOptions(**{"max_batch_size": 3} | limits))
+    return engine_steps.open_model(demo, precision, layers, **{"max_batch_size": 3} | limits)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +71,9 @@ def test_each_prompt_gives_together_what_it_gives_alone(model, tokenizer):
 
 
 def test_samples_are_seeded(model, tokenizer):
-    run = lambda seed: texts(generate(model, tokenizer, ["A"] * 3, 8, Sampling(temperature=8.0, seed=seed)), 3)[0]
+    def run(seed):
+        return texts(generate(model, tokenizer, ["A"] * 3, 8, Sampling(temperature=8.0, seed=seed)), 3)[0]
+
     assert run(1) == run(1) != run(2)
     assert len(set(run(1))) == 3  # each request draws for itself
 
@@ -152,9 +147,8 @@ def test_tokens_come_with_their_logits_and_can_be_forced(model, tokenizer):
 
 def test_where_all_take_the_most_likely_token_only_tokens_come_back(model, tokenizer):
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
-    alone, chosen = (
-        list(Decoding(model, [Request(prompt, 6, choose) for prompt in prompts])) for choose in (None, argmax)
-    )
+    alone = list(Decoding(model, [Request(prompt, 6) for prompt in prompts]))
+    chosen = list(Decoding(model, [Request(prompt, 6, argmax) for prompt in prompts]))
     assert [(output.request, output.token, output.finish) for output in alone] == [
         (output.request, output.token, output.finish) for output in chosen
     ]
@@ -185,14 +179,9 @@ def test_weights_may_lie_below_a_name_that_is_no_utf_8(demo, model, tokenizer, t
 
 
 def test_generating_loads_no_torch(demo):
-    paths = [
-        str(p)
-        for p in (
-            demo.engines("demo-llama", "fp16", "onnxruntime"),
-            demo.assembly("demo-llama", "fp16"),
-            demo.weights("demo-llama", "fp16"),
-        )
-    ]
+    assembly = demo.assembly("demo-llama", "fp16")
+    paths = [str(demo.engines("demo-llama", "fp16", "onnxruntime")), str(assembly)]
+    paths.append(str(demo.weights("demo-llama", "fp16")))
     script = f"""
 import sys
 from lockstep.runtime import Model, Tokenizer, generate

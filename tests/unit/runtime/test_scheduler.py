@@ -1,5 +1,7 @@
 """The page pool and the scheduler: pages return, whatever happens; no request starves; chunks end at fixed places."""
 
+import itertools
+
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
@@ -11,7 +13,7 @@ from lockstep.step.pages import PAGE_SIZE, PagePool, PageTables
 from lockstep.step.residency import Residency
 
 CHUNK = 2 * PAGE_SIZE
-# Not made by the profile of unit/conftest.py: a list of one's own takes the place of its own.
+# It replaces the list of the profile in tests/conftest.py, which has `too_slow` too.
 CHECKS = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
@@ -174,8 +176,13 @@ def test_beside_those_that_decode_a_prompt_brings_what_the_threshold_lets_it(thr
     actual = []
     for shares in run(scheduler):
         assert shares[0][2] == 1, "the first decodes in each step"
-        actual.append([count for request, start, count in shares if start < request.num_prompt_tokens])
+        actual.append(prompt_shares(shares))
     assert [counts for counts in actual if counts] == expected
+
+
+def prompt_shares(shares):
+    """The tokens that requests in their prompts bring to a step."""
+    return [count for request, start, count in shares if start < request.num_prompt_tokens]
 
 
 @pytest.mark.parametrize(
@@ -195,9 +202,7 @@ def test_beside_those_that_decode_prompts_bring_so_much_together_unless_they_pil
     step(scheduler)
     for prompt in lengths:
         scheduler.add(Scheduled(prompt, prompt + 9))
-    actual = [
-        [count for request, start, count in shares if start < request.num_prompt_tokens] for shares in run(scheduler)
-    ]
+    actual = [prompt_shares(shares) for shares in run(scheduler)]
     assert [counts for counts in actual if counts] == expected
 
 
@@ -224,9 +229,8 @@ def test_chunks_that_come_together_are_published_each_with_its_pages(shares):
     copies = scheduler.computed(schedule)
     assert [start for _, start, _ in copies] == ([] if shares else [0, CHUNK, 2 * CHUNK])
     actual = pool.find(prefix)
-    assert actual == (
-        scheduler.tables[first.slot][:6] if shares else [page for _, _, pages in copies for page in pages]
-    )
+    copied = list(itertools.chain.from_iterable(pages for _, _, pages in copies))
+    assert actual == (scheduler.tables[first.slot][:6] if shares else copied)
     assert len(set(actual)) == 6
     pool.release(actual)
     for _, _, pages in copies:
@@ -242,7 +246,10 @@ def test_prompts_come_in_order_beside_those_that_decode_one_chunk_each():
     for prompt in (5, 3 * CHUNK, 300, 4):
         scheduler.add(Scheduled(prompt, prompt + 20))
     first, second, third, fourth, fifth, *_ = run(scheduler)
-    count = lambda shares: [(request.num_prompt_tokens, count) for request, _, count in shares]
+
+    def count(shares):
+        return [(request.num_prompt_tokens, count) for request, _, count in shares]
+
     assert count(first) == [(5, 5), (4, 4)]  # a chunk of the long one has no room left: the head's came first
     assert count(second) == [(5, 1), (4, 1), (3 * CHUNK, CHUNK)]
     assert count(third) == [(5, 1), (4, 1), (3 * CHUNK, CHUNK)]
@@ -263,7 +270,7 @@ def test_lower_priorities_go_first_but_none_waits_for_ever():
     scheduler.add(Scheduled(4, 5))
     scheduler.add(late)
     scheduler.add(soon)
-    order = [request for shares in run(scheduler) for request, start, _ in shares if start == 0]
+    order = [request for request, start, _ in itertools.chain.from_iterable(run(scheduler)) if start == 0]
     assert order[1:] == [soon, late]
     scheduler.add(late := Scheduled(4, 5, priority=1))
     number = 0
@@ -465,7 +472,10 @@ def test_a_request_whose_adapter_has_no_slot_lets_those_behind_it_pass():
     requests = [Scheduled(4, 30 + number, adapter=name) for number, name in enumerate(names)]
     for request in requests:
         scheduler.add(request)
-    running = lambda: {requests.index(request) for request, _ in step(scheduler).shares}
+
+    def running():
+        return {requests.index(request) for request, _ in step(scheduler).shares}
+
     assert running() == {0, 3, 4}
     scheduler.finish(requests[0])
     assert running() == {3, 4}, "the other one holds the place"
@@ -482,7 +492,12 @@ def test_a_request_whose_adapter_has_no_slot_lets_those_behind_it_pass():
 def test_a_place_that_others_pass_on_among_them_becomes_free(admission):
     """Without an end come requests of the adapter that is there; and of none, which go on."""
     scheduler = make(num_slots=4, pages=99, adapter_slots=1, admission=admission)
-    add = lambda adapter: (scheduler.add(request := Scheduled(4, 8, adapter=adapter)), request)[1]
+
+    def add(adapter):
+        request = Scheduled(4, 8, adapter=adapter)
+        scheduler.add(request)
+        return request
+
     running = [add("a"), add("a")]
     number = 0
     late = add("b")

@@ -36,7 +36,14 @@ Answers = dict[tuple[int, int], list[tuple]]
 
 
 def recorded(answers: Answers, wrong_each: int) -> RecordedDrafter:
-    return RecordedDrafter({key: [entry[0] for entry in answer] for key, answer in answers.items()}, wrong_each)
+    return RecordedDrafter(tokens_of(answers), wrong_each)
+
+
+def tokens_of(answers: Answers) -> dict[tuple[int, int], list[int]]:
+    tokens = {}
+    for key, answer in answers.items():
+        tokens[key] = [token for token, *_ in answer]
+    return tokens
 
 
 def run(engine: Engine, *requests: Request) -> Answers:
@@ -145,24 +152,24 @@ def test_drafts_that_are_wrong_become_rare(model: Model) -> None:
     assert 3 < speculation.num_drafts < 14 and speculation.num_draft_tokens < 18
 
 
-def test_drafts_delay_no_prompt_and_leave_room_for_each_request(model: Model) -> None:
+def test_drafts_delay_no_prompt_and_leave_room_for_each_request(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [Request(repeating(seed), 30) for seed in range(4)]
     speculation = Speculation(recorded(run(Engine(model), *requests), 10**9), 16)
     engine = Engine(model, speculation=speculation)
     sizes = []
     step = model.step_tokens
-    try:
-        model.step_tokens = lambda advances, *arguments: (
-            sizes.append([len(a.tokens) for a in advances]) or step(advances)
-        )
-        engine.add_all(requests[:2])
+
+    def noted(advances: Sequence[Advance], *arguments: object) -> np.ndarray:
+        sizes.append([len(advance.tokens) for advance in advances])
+        return step(advances)
+
+    monkeypatch.setattr(model, "step_tokens", noted)
+    engine.add_all(requests[:2])
+    engine.step()
+    engine.step()
+    engine.add_all(requests[2:])
+    while engine.has_work:
         engine.step()
-        engine.step()
-        engine.add_all(requests[2:])
-        while engine.has_work:
-            engine.step()
-    finally:
-        del model.step_tokens
     assert sizes[1:4] == [[5, 5], [1, 1, 40, 40], [3, 3, 3, 3]]
 
 
@@ -219,7 +226,7 @@ def test_an_abort_inside_a_draft_ends_the_choice_and_no_other(model: Model) -> N
         answer.append(output.token)
         if (output.request, output.choice) == (0, 1) and len(answer) == 13:
             engine.abort(0, 1)
-    expected = {key: [entry[0] for entry in answer] for key, answer in plain.items()}
+    expected = tokens_of(plain)
     assert actual == {**expected, (0, 1): expected[0, 1][:13]}
     engine.scheduler.check()
     assert [model.length(slot) for slot in range(4)] == [0] * 4
@@ -242,11 +249,11 @@ def test_rejected_tokens_are_in_no_prefix(model: Model) -> None:
 
 def test_streams_go_on_plain_when_the_draft_model_dies(demo: Results, model: Model) -> None:
     class Dying(ModelDrafter):
-        left = 3
+        steps_left = 3
 
         def propose(self, requests):  # type: ignore[no-untyped-def]  # as its base does
-            self.left -= 1
-            if not self.left:
+            self.steps_left -= 1
+            if not self.steps_left:
                 raise RuntimeError("out of\nmemory")
             return super().propose(requests)
 
@@ -280,7 +287,7 @@ def test_a_draft_longer_than_the_window_or_of_another_tokenizer_is_refused(demo:
     tokenizer = json.loads((paths[1].parent / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
     first, two = list(vocabulary)[40:42]
-    vocabulary[first], vocabulary[two] = vocabulary[two], vocabulary[first]
+    vocabulary |= {first: vocabulary[two], two: vocabulary[first]}
     file = tmp_path / "tokenizer.json"
     file.write_text(json.dumps(tokenizer))
     entry = FileEntry(file.name, sha256_file(file))

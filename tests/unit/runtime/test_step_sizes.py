@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from demo_model import DEMO
+from engine_steps import open_model
 
 from lockstep.cli.main import main
-from lockstep.runtime import Model, ModelOptions
+from lockstep.runtime import Model
 from lockstep.runtime.step_sizes import compare_step_sizes
 from lockstep.step.advance import Advance
 from lockstep.targets import Results
@@ -22,10 +22,7 @@ from real_server import make_tree
 
 @pytest.fixture(scope="module")
 def model(demo: Results) -> Model:
-    name = DEMO.name
-    engines = demo.engines(name, "fp32", "onnxruntime")
-    options = ModelOptions(max_batch_size=6, max_seq_len=64)
-    return Model.open(engines, demo.assembly(name, "fp32"), demo.weights(name, "fp32"), options=options)
+    return open_model(demo, max_batch_size=6, max_seq_len=64)
 
 
 def test_all_sizes_agree_and_nothing_is_left_in_the_slots(model: Model) -> None:
@@ -36,16 +33,15 @@ def test_all_sizes_agree_and_nothing_is_left_in_the_slots(model: Model) -> None:
     assert all(model.length(slot) == 0 for slot in range(6)) and pool.num_available == pool.num_pages
 
 
-@pytest.mark.parametrize("faulty_rows, faulty_tokens", [(4, 4), (4, 4 * 9), (3, 3 + 9)])
+@pytest.mark.parametrize("num_tokens", [4, 4 * 9, 3 + 9], ids=["decode", "prompts", "both"])
 def test_another_last_bit_in_steps_of_a_size_is_seen(
-    model: Model, monkeypatch: pytest.MonkeyPatch, faulty_rows: int, faulty_tokens: int
+    model: Model, monkeypatch: pytest.MonkeyPatch, num_tokens: int
 ) -> None:
-    """Of a decode step, of one of prompts, and of one of both."""
     logits = model.executor.logits
 
     def faulty(advances: Sequence[Advance]) -> np.ndarray:
         values = logits(advances)
-        if sum(len(advance.tokens) for advance in advances) == faulty_tokens:
+        if sum(len(advance.tokens) for advance in advances) == num_tokens:
             values[-1, 5] = np.nextafter(values[-1, 5], np.float32(0))
         return values
 
@@ -57,10 +53,7 @@ def test_another_last_bit_in_steps_of_a_size_is_seen(
 
 
 def test_sizes_without_room_in_the_cache_are_untried(demo: Results, model: Model) -> None:
-    name = DEMO.name
-    options = ModelOptions(max_batch_size=6, max_seq_len=64, kv_bytes=3 * model.tables.pool.page_nbytes)
-    paths = demo.engines(name, "fp32", "onnxruntime"), demo.assembly(name, "fp32"), demo.weights(name, "fp32")
-    small = Model.open(*paths, options=options)
+    small = open_model(demo, max_batch_size=6, max_seq_len=64, kv_bytes=3 * model.tables.pool.page_nbytes)
     sizes = compare_step_sizes(small, 100)
     assert sizes.equal == (1, 2) and not sizes.differing and sizes.untried == (4, 6)
     assert small.tables.pool.num_available == small.tables.pool.num_pages

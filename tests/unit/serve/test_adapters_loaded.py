@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,9 +18,10 @@ from demo_model import CONFIG as DEMO_CONFIG
 from demo_model import ROOT
 from lora_folders import ADAPTERS, LIGHT, TARGET, served_lora, tensors, write
 
+from calls import call
 from lockstep.artifacts.files import write_json
 from lockstep.targets import Results
-from real_server import RealServer
+from real_server import ENDS, RealServer
 from shared import Shared
 
 
@@ -148,7 +149,7 @@ def test_vllms_requests_load_and_unload(server: RealServer, root: Path) -> None:
         next(iter(events))
         status, answer = post(server, "/v1/unload_lora_adapter", {"lora_name": "mine"})
         assert status == 409 and "found 'mine' in use" in answer
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + ENDS
     while (reply := post(server, "/v1/unload_lora_adapter", {"lora_name": "mine"}))[0] == 409:
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -173,22 +174,20 @@ def test_requests_that_ask_at_once_wait_for_one_load(server: RealServer) -> None
 
 def test_a_request_waits_for_its_adapter_while_that_is_loading(server: RealServer, root: Path) -> None:
     """Its folder has another name: the request got a 409 about `lora_name`, which it does not have."""
-    results: dict[str, int] = {}
-
-    def load() -> None:
-        results["load"] = post(server, "/v1/load_lora_adapter", {"lora_name": "late", "lora_path": "sailor"})[0]
-
-    def ask() -> None:
-        results["ask"] = completion(server, lora="late")[0]
-
-    threads = [threading.Thread(target=item) for item in (load, ask)]
-    with server.stopped_engine():
-        for thread in threads:
-            thread.start()
-            time.sleep(0.5)
-    for thread in threads:
-        thread.join()
-    assert results == {"load": 200, "ask": 200}
+    bodies = {
+        "/v1/load_lora_adapter": {"lora_name": "late", "lora_path": "sailor"},
+        "/v1/completions": {"model": "demo-lora", "prompt": "Light", "lora": "late"},
+    }
+    with contextlib.ExitStack() as stack:
+        connections = []
+        with server.stopped_engine():
+            for path, body in bodies.items():
+                connection = http.client.HTTPConnection("127.0.0.1", server.port)
+                connections.append(stack.enter_context(contextlib.closing(connection)))
+                connection.request("POST", path, json.dumps(body))
+                for _ in range(3):  # answers that come after the server has read the request
+                    server.get("/status")
+        assert [connection.getresponse().status for connection in connections] == [200, 200]
     assert post(server, "/v1/unload_lora_adapter", {"lora_name": "late"})[0] == 200
 
 
@@ -204,7 +203,7 @@ def test_two_folders_that_are_loaded_at_once_as_one_name_are_not_one(server: Rea
     with server.stopped_engine():
         for thread in threads:
             thread.start()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + ENDS
         while not results and time.monotonic() < deadline:
             time.sleep(0.01)
     for thread in threads:
@@ -242,11 +241,7 @@ def test_an_engine_that_is_started_again_has_what_was_loaded_but_for_what_change
 def test_a_model_without_room_for_adapters_is_refused_at_the_start(demo: Results, root: Path, tmp_path: Path) -> None:
     tree = Results(shutil.copytree(demo.root, tmp_path / "results"))
     write_json(tree.config(), DEMO_CONFIG.dump())
-    command = [sys.executable, "-m", "lockstep", "serve", "demo-llama/fp32/all", "--results", str(tree.root)]
-    process = subprocess.run(
-        [*command, "--allow-adapter-loading", str(root)], capture_output=True, text=True, cwd=ROOT, timeout=120
-    )
-    assert (
-        process.returncode == 2 and "expected a model whose graphs take adapters, found one without" in process.stderr
-    )
-    assert "Traceback" not in process.stderr
+    options = ("--results", str(tree.root), "--allow-adapter-loading", str(root))
+    ended = call("lockstep", ("serve", "demo-llama/fp32/all", *options), ROOT, os.environ)
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr
+    assert "expected a model whose graphs take adapters, found one without" in ended.stderr

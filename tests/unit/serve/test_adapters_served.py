@@ -6,16 +6,15 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from demo_model import ROOT
+from click.testing import CliRunner, Result
 from lora_folders import LIGHT, TARGET, served_lora
 
+from lockstep.cli.main import main
 from lockstep.runtime.target import open_model
 from lockstep.targets import Results
 from real_server import RealServer
@@ -119,7 +118,7 @@ def test_tritons_requests_name_adapters(server: RealServer) -> None:
 
 
 @pytest.mark.long
-def test_a_stream_with_an_adapter_goes_on_behind_an_engine_that_was_killed(results: Results) -> None:
+def test_a_stream_with_an_adapter_goes_on_after_its_engine_was_killed(results: Results) -> None:
     extra = {"model": "demo-lora:captain", "ignore_eos": True}
     with RealServer(results.root, target=TARGET) as server:
         body = {"prompt": "Light", "max_tokens": 200, "temperature": 0, **extra}
@@ -132,25 +131,23 @@ def test_a_stream_with_an_adapter_goes_on_behind_an_engine_that_was_killed(resul
         assert text == full and text.startswith(LIGHT["captain"]) and server.get("/status")["restarts"] == 1
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "lockstep", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
-
-
 def test_generate_and_files_take_adapters(results: Results, tmp_path: Path) -> None:
-    place = [TARGET, "--results", str(results.root), "--max-new-tokens", "16"]
-    generated = run("generate", *place, "--prompt", "Light", "--adapter", "captain")
-    assert generated.returncode == 0 and generated.stdout.strip() == LIGHT["captain"].strip()
-    generated = run("generate", *place, "--prompt", "Light", "--adapter", "captain", "--json")
-    assert generated.returncode == 0 and json.loads(generated.stdout)["choices"][0]["text"] == LIGHT["captain"]
-    generated = run("generate", *place, "--prompt", "Light", "--adapter", "pirate")
-    assert generated.returncode == 2 and "expected one of captain, shakespeare; found 'pirate'" in generated.stderr
+    def generate(*arguments: str) -> Result:
+        command = ["generate", TARGET, "--results", str(results.root), "--max-new-tokens", "16", *arguments]
+        return CliRunner().invoke(main, command, prog_name="lockstep")
+
+    generated = generate("--prompt", "Light", "--adapter", "captain")
+    assert generated.exit_code == 0 and generated.stdout.strip() == LIGHT["captain"].strip()
+    generated = generate("--prompt", "Light", "--adapter", "captain", "--json")
+    assert generated.exit_code == 0 and json.loads(generated.stdout)["choices"][0]["text"] == LIGHT["captain"]
+    generated = generate("--prompt", "Light", "--adapter", "pirate")
+    assert generated.exit_code == 2 and "expected one of captain, shakespeare; found 'pirate'" in generated.stderr
     source = tmp_path / "in.jsonl"
     out = tmp_path / "out.jsonl"
     lines = [{"prompt": "Light", "lora": name} for name in ("captain", "shakespeare")] + [{"prompt": "Light"}]
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    generated = run("generate", *place, "--input", str(source), "--output", str(out))
-    assert generated.returncode == 0, generated.stderr
+    generated = generate("--input", str(source), "--output", str(out))
+    assert generated.exit_code == 0, generated.stderr
     texts = {record["line"]: record["choices"][0]["text"] for record in map(json.loads, out.read_text().splitlines())}
     assert texts[1] == LIGHT["captain"] and texts[2] == LIGHT["shakespeare"] and texts[3].startswith(LIGHT[None])  # type: ignore[arg-type]
 

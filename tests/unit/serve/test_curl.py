@@ -19,11 +19,10 @@ PROMPT = "What is machine learning?"
 BODY = {"text_input": PROMPT, "max_tokens": 20, "bad_words": "", "stop_words": "", "pad_id": 2, "end_id": 2}
 # A command in a block of code, to the end of the block or to an empty line.
 COMMAND = re.compile(r"^(?: {4})?curl .*?(?=\n\n|\n```|\Z)", re.DOTALL | re.MULTILINE)
-DOCUMENTED = [
-    pytest.param(command, id=f"{page.name}-{number}")
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-    for number, command in enumerate(COMMAND.findall(page.read_text()))
-]
+DOCUMENTED = []
+for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for number, command in enumerate(COMMAND.findall(page.read_text())):
+        DOCUMENTED.append(pytest.param(command, id=f"{page.name}-{number}"))
 
 
 def shell(server: RealServer, command: str, folder: Path) -> str:
@@ -40,11 +39,10 @@ def shell(server: RealServer, command: str, folder: Path) -> str:
 def objects(text: str) -> list[Any]:
     """JSON objects, one after another."""
     results = []
-    decoder = json.JSONDecoder()
-    while text := text.strip():
-        value, end = decoder.raw_decode(text)
+    while text:
+        value, end = json.JSONDecoder().raw_decode(text)
         results.append(value)
-        text = text[end:]
+        text = text[end:].strip()
     return results
 
 

@@ -1,4 +1,4 @@
-"""Several fine-tunes in one server: each answers as a server of it alone does, whatever happens to the others."""
+"""Several fine-tunes in one server: each answers as an engine of it alone does, whatever happens to the others."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from fine_tunes import make_fine_tunes
 from lockstep.artifacts.weights import WeightsManifest
 from lockstep.bundle.pack import pack
 from lockstep.provenance.statements import build_key, write_statement
-from lockstep.runtime import Engine, Model, ModelOptions, Request
+from lockstep.runtime import Engine, Model, ModelOptions, Request, Sampling
 from lockstep.runtime.request import CheckpointFiles
+from lockstep.runtime.target import open_model, open_tokenizer
 from lockstep.stages import STAGES
 from lockstep.targets import Results, Target
 from real_server import RealServer
@@ -49,11 +50,15 @@ def answers(server: RealServer, model: str) -> list[object]:
 
 @pytest.fixture(scope="module")
 def alone(tree: Path) -> dict[str, list[object]]:
-    """Return the answers of servers with one model each."""
-    expected = {}
+    """Return the answers of engines with one model each, as `answers` has them."""
+    expected: dict[str, list[object]] = {}
     for name, target in zip(MODELS, TARGETS, strict=True):
-        with RealServer(tree, target=target) as server:
-            expected[name] = answers(server, name)
+        engine = Engine(open_model(target, tree))
+        completions = engine.generate(PROMPTS, open_tokenizer(target, tree), Sampling(logprobs=2), 24)
+        expected[name] = []
+        for (choice,) in (completion.choices for completion in completions):
+            assert choice.logprobs is not None
+            expected[name].append((choice.text, [entry.chosen for entry in choice.logprobs]))
     assert len({json.dumps(answer) for answer in expected.values()}) == len(MODELS)
     return expected
 
@@ -105,7 +110,7 @@ def test_a_model_that_is_damaged_stops_no_other_and_a_dead_engine_none(
     manifest_path = copy.weights("tuned", "fp32")
     manifest = WeightsManifest.load(manifest_path)
     path = manifest_path.parent / manifest.files[0].path
-    whole = path.read_bytes()
+    data = path.read_bytes()
 
     def error_of_tuned() -> str:
         status, _, body = server.request("POST", "/v1/completions", {"model": "tuned", "prompt": "a"})
@@ -116,11 +121,11 @@ def test_a_model_that_is_damaged_stops_no_other_and_a_dead_engine_none(
     with RealServer(copy.root, *TARGETS[1:], "--max-loaded-models", 1, target=TARGETS[0]) as server:
         path.unlink()
         assert "found none; restore it or convert the checkpoint again" in error_of_tuned()
-        path.write_bytes(whole[:-4])
-        assert f"expected {len(whole)} bytes, found {len(whole) - 4}" in error_of_tuned()
-        path.write_bytes(bytes(4) + whole[4:])
+        path.write_bytes(data[:-4])
+        assert f"expected {len(data)} bytes, found {len(data) - 4}" in error_of_tuned()
+        path.write_bytes(bytes(4) + data[4:])
         assert "found sha256" in error_of_tuned() or "expected sha256" in error_of_tuned()
-        path.write_bytes(whole)
+        path.write_bytes(data)
         place = min(manifest.numbered)
         moved = {**manifest.numbered, place: manifest.numbered[max(manifest.numbered)]}
         WeightsManifest(manifest.precision, manifest.files, moved).save(manifest_path)
@@ -142,8 +147,8 @@ def test_switches_leave_nothing_behind(tree: Path, count: int) -> None:
     """One model is in memory at a time, and each two requests are of another one than those before."""
     results = Results(tree)
     assembly = str(results.assembly("demo-llama", "fp32"))
-    first, *others = [CheckpointFiles(name, assembly, str(results.weights(name, "fp32"))) for name in MODELS]
-    options = ModelOptions(max_batch_size=2, max_seq_len=64, threads=1, others=others, max_bound=1)
+    first, *tunes = [CheckpointFiles(name, assembly, str(results.weights(name, "fp32"))) for name in MODELS]
+    options = ModelOptions(max_batch_size=2, max_seq_len=64, threads=1, others=tunes, max_bound=1)
     model = Model.open(results.engines("demo-llama", "fp32", "onnxruntime"), assembly, first.weights, options=options)
     engine = Engine(model)
 
@@ -151,7 +156,7 @@ def test_switches_leave_nothing_behind(tree: Path, count: int) -> None:
         for name in itertools.islice(itertools.cycle([*MODELS[1:], ""]), times):
             assert len(list(engine.run([Request([1, 2, 3], 2, checkpoint=name)] * 2))) == 4
 
-    def held() -> tuple[int, int, int]:
+    def resources() -> tuple[int, int, int]:
         """Return how many files are open, how many are mapped, and the bytes of memory."""
         gc.collect()
         pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -159,9 +164,9 @@ def test_switches_leave_nothing_behind(tree: Path, count: int) -> None:
         return len(os.listdir("/proc/self/fd")), maps, pages * mmap.PAGESIZE
 
     switch(30)
-    before = held()
+    before = resources()
     switch(count)
-    after = held()
+    after = resources()
     assert model.checkpoints.residency is not None and model.checkpoints.residency.loads == 30 + count
     assert after[:2] == before[:2]
     nbytes = Path(first.weights).with_name("weights.safetensors").stat().st_size

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from browser import Browser, find
+from browser import PATIENCE, Browser, find
 from lockstep_serve.page import page
 from real_server import RealServer, make_tree
 from scripted_server import ScriptedServer, Step
@@ -65,10 +66,20 @@ def ask(browser: Browser, text: str) -> None:
     browser.press("Enter")
 
 
-def endless(body: dict, number: int) -> Iterator[Step]:
+def endless(body: dict, number: int, pause: float = 0.002) -> Iterator[Step]:
     for at in range(100_000):
-        yield 0.002
+        yield pause
         yield f"w{at} "
+
+
+def answers(*steps: Step) -> Callable[[dict, int], Iterator[Step]]:
+    """Return the script of a server whose every answer has these steps."""
+    return lambda body, number: iter(steps)
+
+
+def refuses(status: int, message: str) -> Callable[[int], tuple[int, str] | None]:
+    """Return the refusal of a server that refuses its first request only."""
+    return lambda number: (status, message) if number == 0 else None
 
 
 def test_the_page_is_one_file_that_asks_for_nothing_from_elsewhere() -> None:
@@ -77,9 +88,7 @@ def test_the_page_is_one_file_that_asks_for_nothing_from_elsewhere() -> None:
     places = re.findall(r"""(?:src|href|action)\s*=\s*["']([^"']*)|url\(|@import""", text)
     assert places[0] == "data:," and all(re.fullmatch("#?[a-z0-9_/]+", place) for place in places[1:])
     assert "http:" not in text and "https:" not in text
-    assert (
-        "innerHTML" not in text and "eval(" not in text and "localStorage" not in text and "document.cookie" not in text
-    )
+    assert not [word for word in ("innerHTML", "eval(", "localStorage", "document.cookie") if word in text]
     assert not re.search(r"\sstyle=|\son\w+=", text)  # its policy would refuse them
     policy = headers["Content-Security-Policy"]
     assert "unsafe" not in policy and "default-src 'none'" in policy and "connect-src 'self'" in policy
@@ -124,7 +133,7 @@ def test_a_chat_with_the_real_server(browser: Browser, request: pytest.FixtureRe
 def test_a_model_that_is_gone_is_looked_for_again(server: ScriptedServer, shown: Browser) -> None:
     shown.wait("model === 'scripted'")
     shown.run("model = 'gone'; null")
-    server.refusal = lambda number: (404, "no such model") if number == 0 else None
+    server.refusal = refuses(404, "no such model")
     ask(shown, "Hello")
     shown.wait("!at('error').hidden && model === 'scripted'")
     ask(shown, "")
@@ -160,10 +169,10 @@ def test_stop_leaves_and_keeps_what_came(server: ScriptedServer, shown: Browser,
     assert "ended: stopped" in shown.run("at('figures').textContent") and shown.run("at('error').hidden")
     assert shown.run("at('log').getAttribute('aria-busy')") == "false"
     length = shown.run(ANSWER + ".length")
-    server.script = lambda body, number: iter(("next",))
+    server.script = answers("next")
     ask(shown, "Again")
     shown.wait(ANSWER + " === 'next'")
-    until = time.monotonic() + 20
+    until = time.monotonic() + PATIENCE
     while not server.gone and time.monotonic() < until:  # the next word that it sends finds nobody
         time.sleep(0.05)
     assert server.gone == [0] and server.bodies[1]["messages"][1]["content"].startswith("w0 w1")
@@ -180,11 +189,11 @@ def test_an_error_is_one_line_and_the_words_are_kept(
     server: ScriptedServer, shown: Browser, fault: str, message: str
 ) -> None:
     if fault == "refusal":
-        server.refusal = lambda number: (429, "queue\nfull")
+        server.refusal = refuses(429, "queue\nfull")
     elif fault == "event":
-        server.script = lambda body, number: iter(({"error": {"message": "the engine died"}},))
+        server.script = answers({"error": {"message": "the engine died"}})
     elif fault == "end":
-        server.script = lambda body, number: iter((b"0\r\n\r\n",))
+        server.script = answers(b"0\r\n\r\n")
     else:
         server.end()
     ask(shown, "Hello")
@@ -192,8 +201,7 @@ def test_an_error_is_one_line_and_the_words_are_kept(
     shown.wait("at('stop').hidden")
     assert shown.run("at('prompt').value") == "Hello" and shown.run("document.querySelectorAll('#log p').length") == 0
     if fault != "gone":
-        server.refusal = lambda number: None
-        server.script = lambda body, number: iter(("fine",))
+        server.script = answers("fine")
         shown.press("Enter")
         shown.wait(ANSWER + " === 'fine' && at('error').hidden")
 
@@ -212,7 +220,7 @@ def test_an_example_is_asked_at_a_click(server: ScriptedServer, shown: Browser, 
 
 def test_reasoning_is_shown_and_not_sent_again(server: ScriptedServer, shown: Browser) -> None:
     thought = {"choices": [{"index": 0, "delta": {"reasoning": "I see. ", "reasoning_content": "I see. "}}]}
-    server.script = lambda body, number: iter((thought, "Ice."))
+    server.script = answers(thought, "Ice.")
     ask(shown, "Hello")
     shown.wait("at('stop').hidden && " + ANSWER + " === 'I see. Ice.'")
     ask(shown, "And?")
@@ -221,7 +229,7 @@ def test_reasoning_is_shown_and_not_sent_again(server: ScriptedServer, shown: Br
 
 
 def test_the_first_line_of_a_chats_answer_is_not_indented(server: ScriptedServer, shown: Browser) -> None:
-    server.script = lambda body, number: iter((" ", " \n Ice", " floats."))
+    server.script = answers(" ", " \n Ice", " floats.")
     ask(shown, "Hello")
     shown.wait("at('stop').hidden && " + ANSWER + " === 'Ice floats.'")
     ask(shown, "And?")
@@ -241,7 +249,7 @@ def test_the_api_is_shown_as_a_shell_asks_it(server: ScriptedServer, shown: Brow
 
 
 def test_what_a_model_says_is_text(server: ScriptedServer, shown: Browser) -> None:
-    server.script = lambda body, number: iter((NASTY,))
+    server.script = answers(NASTY)
     ask(shown, NASTY)
     shown.wait(ANSWER + f" === {NASTY!r}")
     assert shown.run("document.querySelectorAll('#log img, #log b').length") == 0 and not shown.said
@@ -269,14 +277,15 @@ def test_the_strip_follows_the_server(server: ScriptedServer, shown: Browser) ->
 
 @pytest.mark.long
 def test_the_bar_is_seen_to_move_while_an_answer_comes(server: ScriptedServer, shown: Browser) -> None:
-    server.script = lambda body, number: (step for at in range(1000) for step in (0.05, f"w{at} "))
+    server.script = functools.partial(endless, pause=0.05)
     script = "(where, how) => (where === 'status' && looks.push(performance.now()), real(where, how))"
     shown.run(f"window.looks = []; window.fetch = ((real) => {script})(fetch); null")
     ask(shown, "Go on")
     shown.wait(ANSWER + ".includes('w1 ')")
     server.status |= {"pages": {"total": 200, "used": 151, "cached": 0}}
     shown.wait("at('pages').textContent === '75%' && at('bar-used').style.width === '75.5%' && looks.length > 8")
-    assert shown.run("looks[8] - looks[0]") < 7000  # ms: 8000 where it is asked each second
+    # In ms. 1000 where it is asked each second; a busy browser makes some of these times longer, and not all.
+    assert shown.run("Math.min(...looks.slice(1).map((time, at) => time - looks[at]))") < 700
     shown.press("Escape")
 
 
@@ -363,4 +372,4 @@ def test_the_page_fits_and_can_be_read(server: ScriptedServer, shown: Browser, w
     sizes = shown.run(f"{controls}.{script}.map((each) => each.offsetHeight)")
     assert min(sizes) >= 44  # points, for a finger
     first = shown.run("at('send').offsetTop - at('clear').offsetTop")
-    assert first == 0  # in one line on a phone too
+    assert first == 0  # side by side on a phone too

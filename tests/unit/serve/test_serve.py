@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import gzip
 import http.client
+import itertools
 import json
 import re
 import socket
-import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,8 @@ def test_each_chunk_counts_the_tokens_of_its_answer_where_that_is_asked_for(serv
         *chunks, last = events
     results: dict[int, list[int]] = {}
     for chunk in chunks:
-        (choice,), usage = chunk["choices"], chunk["usage"]
+        (choice,) = chunk["choices"]
+        usage = chunk["usage"]
         results.setdefault(choice["index"], []).append(usage["completion_tokens"])
         assert usage["prompt_tokens"] == (3 if choice["index"] < 2 else 1)
         assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
@@ -176,16 +177,16 @@ def test_models_names_the_model_and_its_limit(server: RealServer) -> None:
 GOOD = {"model": "demo-llama", "prompt": "a", "max_tokens": 2}
 
 
-@pytest.mark.parametrize(("given", "header", "expected"), [
+@pytest.mark.parametrize(("request_id", "header", "expected"), [
     ("a-1", None, "cmpl-a-1"), (None, "b:2", "cmpl-b:2"), ("a-1", "b:2", "cmpl-b:2"), ("a-1", "b 2", "cmpl-a-1"),
     (None, "x" * 129, None),
 ])  # fmt: skip
 def test_who_names_a_request_finds_the_name_in_the_answers_id(
-    server: RealServer, given: str | None, header: str | None, expected: str | None
+    server: RealServer, request_id: str | None, header: str | None, expected: str | None
 ) -> None:
-    """As vLLM has it: X-Request-Id goes before `request_id`."""
-    body = {**GOOD, **({} if given is None else {"request_id": given})}
-    _, _, data = server.request("POST", "/v1/completions", body, {} if header is None else {"X-Request-Id": header})
+    """As in vLLM, X-Request-Id goes before `request_id`."""
+    headers = {} if header is None else {"X-Request-Id": header}
+    _, _, data = server.request("POST", "/v1/completions", {**GOOD, "request_id": request_id}, headers)
     actual = json.loads(data)["id"]
     assert actual == expected if expected else len(actual) == len("cmpl-") + 24
 
@@ -302,8 +303,8 @@ def test_a_name_that_others_know_is_no_slip(server: RealServer) -> None:
     """Each body is accepted, or rejected for its own fault, not for a similar field's."""
     for kind in (CompletionBody, ChatBody):
         fields = (*kind.__struct_fields__, *kind.UNSUPPORTED)
-        assert not [(name, item) for name in IGNORED for item in fields if name not in fields and is_near(name, item)]
-        assert not [(name, item) for name in fields for item in fields if is_near(name, item) and name not in fields]
+        for name, field in itertools.product({*IGNORED} - {*fields}, fields):
+            assert not is_near(name, field), (name, field)
     assert is_near("max_token", "max_tokens") and not is_near("maxtoken", "max_tokens") and not is_near("m", "n")
     assert server.complete("a", 2, **dict.fromkeys(IGNORED))["choices"]
 
@@ -395,17 +396,14 @@ def test_a_stream_over_http_1_0_has_no_chunks_and_ends_with_the_connection(serve
 
 @pytest.mark.parametrize("line", ["POST /v1/nothing", "PUT /v1/completions", "POST /v1/completions"])
 def test_an_answer_before_the_body_is_there_ends_the_connection(server: RealServer, line: str) -> None:
-    began = time.monotonic()
     answer = raw(server, f"{line} HTTP/1.1\r\nHost: a\r\nContent-Length: 104857600\r\n\r\nabc".encode())
-    assert answer.startswith(b"HTTP/1.1 4") and b"connection: close" in answer and time.monotonic() - began < 10
+    assert answer.startswith(b"HTTP/1.1 4") and b"connection: close" in answer
+    assert not answer.startswith(b"HTTP/1.1 408"), "it did not wait for the body"
 
 
 def test_http_1_0_and_kept_connections_are_served(server: RealServer) -> None:
     body = json.dumps(GOOD).encode()
-    head = b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body)
-    with socket.create_connection(("127.0.0.1", server.port), 20) as client:
-        client.sendall(head + body)
-        answer = b"".join(iter(lambda: client.recv(65536), b""))
+    answer = raw(server, b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
     assert b" 200 OK" in answer and b'"text_completion"' in answer
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
     sockets = set()
@@ -487,15 +485,15 @@ def test_a_request_that_is_refused_is_in_no_series(server: RealServer) -> None:
     assert (status, json.loads(data)["error"]["code"]) == (400, "invalid_grammar")
     after = numbers(server)
     # Gauges of requests come with the engine's last step, which may be one of an earlier test.
-    ignored = ("_created", "num_requests_")
     changed = {name for name in after if after[name] != before.get(name, 0)}
-    assert {name for name in changed if not any(part in name for part in ignored)} == set()
+    assert not {name for name in changed if "_created" not in name and "num_requests_" not in name}
 
 
 def test_the_dashboard_asks_for_the_series_that_there_are(server: RealServer) -> None:
     dashboard = json.loads((ROOT / "resources" / "grafana" / "lockstep.json").read_text(encoding="utf-8"))
-    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    expressions += [item["definition"] for item in dashboard["templating"]["list"] if "definition" in item]
+    expressions = [item["definition"] for item in dashboard["templating"]["list"] if "definition" in item]
+    for panel in dashboard["panels"]:
+        expressions += [target["expr"] for target in panel["targets"]]
     series = set()
     for query in expressions:
         matches = re.findall(r"([a-zA-Z_:][\w:]*)(?=\{)|label_values\((\S+),", query.replace("${prefix}", "lockstep"))

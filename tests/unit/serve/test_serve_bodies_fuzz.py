@@ -84,8 +84,16 @@ ANY = st.recursive(
 
 def places(value: Any, path: tuple = ()) -> list[tuple]:
     """Return the paths of all values inside of one."""
-    items: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [path + (key,) for key, _ in items] + [place for key, item in items for place in places(item, path + (key,))]
+    items: Any = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
+    paths = []
+    for key, item in items:
+        inner = (*path, key)
+        paths += [inner, *places(item, inner)]
+    return paths
 
 
 def changed(body: dict[str, Any], path: tuple, value: Any) -> dict[str, Any]:

@@ -46,15 +46,6 @@ def other(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
         yield server
 
 
-@pytest.fixture(scope="module")
-def silent(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    """One of a model without a chat template."""
-    tree = make_tree(tmp_path_factory.mktemp("silent") / "results", demo)
-    change_texts(tree, chat_template=None)
-    with RealServer(tree) as server:
-        yield server
-
-
 def with_first_token(demo: Results, name: str) -> bytes:
     """The demo's tokenizer.json that puts a token before each prompt."""
     tokenizer = json.loads(demo.assembly("demo-llama", "fp32").with_name("tokenizer.json").read_bytes())
@@ -176,12 +167,10 @@ def test_logprobs_are_those_of_the_completion(client: openai.OpenAI) -> None:
         chat(client).choices[0].logprobs,
         chat(client, logprobs=True).choices[0].logprobs.content[0].top_logprobs,
     ) == (None, [])
-    streamed = [
-        entry
-        for chunk in chat(client, logprobs=True, top_logprobs=3, stream=True)
-        if chunk.choices[0].logprobs
-        for entry in chunk.choices[0].logprobs.content
-    ]
+    streamed = []
+    for chunk in chat(client, logprobs=True, top_logprobs=3, stream=True):
+        if chunk.choices[0].logprobs:
+            streamed += chunk.choices[0].logprobs.content
     assert streamed == entries
 
 
@@ -213,7 +202,9 @@ def test_the_last_message_is_continued(client: openai.OpenAI) -> None:
 
 
 def test_completions_by_the_package(client: openai.OpenAI) -> None:
-    ask = lambda **options: client.completions.create(**{**GREEDY, "prompt": PROMPT, "max_tokens": 16, **options})
+    def ask(**options: Any) -> Any:
+        return client.completions.create(**{**GREEDY, "prompt": PROMPT, "max_tokens": 16, **options})
+
     assert ask().choices[0].text == TEXT and [model.id for model in client.models.list()] == ["demo-llama"]
     *chunks, usage = ask(stream=True, stream_options={"include_usage": True})
     assert "".join(chunk.choices[0].text for chunk in chunks) == TEXT and usage.usage.total_tokens == 24
@@ -300,9 +291,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("given", "param", "line"), REFUSED.values(), ids=REFUSED)
-def test_what_is_wrong_is_named(server: RealServer, given: dict, param: str, line: str) -> None:
-    body = {name: value for name, value in {**GREEDY, "messages": USER, **given}.items() if value is not ...}
+@pytest.mark.parametrize(("fields", "param", "line"), REFUSED.values(), ids=REFUSED)
+def test_what_is_wrong_is_named(server: RealServer, fields: dict, param: str, line: str) -> None:
+    body = {name: value for name, value in {**GREEDY, "messages": USER, **fields}.items() if value is not ...}
     status, _, data = server.request("POST", "/v1/chat/completions", body)
     error = json.loads(data)["error"]
     assert (status, error["param"]) == (400, param) and line in error["message"] and "\n" not in error["message"]

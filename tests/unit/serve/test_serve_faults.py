@@ -29,7 +29,7 @@ from lockstep.errors import Ended, InputError
 from lockstep.targets import Results, Target
 from lockstep_serve.cli.serve import serve
 from lockstep_serve.cli.serve_options import read_api_keys
-from real_server import RealServer, make_tree
+from real_server import ENDS, RealServer, make_tree
 
 PROMPT = "Once upon a time"
 LONG = {"prompt": PROMPT, "max_tokens": 240, "ignore_eos": True}
@@ -48,15 +48,15 @@ def tree(demo: Results, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def server(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    """One that takes two requests at a time, and lets three wait."""
+    """One that takes two requests at a time, lets three wait, and ends connections that read nothing for 3 s."""
     tree = make_tree(tmp_path_factory.mktemp("faults") / "results", demo, max_batch_size=2)
-    with RealServer(tree, "--max-queue", 3, "--queue-timeout", 3, "--log-level", "debug") as server:
+    with RealServer(tree, "--max-queue", 3, "--slow-reader", 3, "--log-level", "debug") as server:
         yield server
 
 
-def counted(server: RealServer, series: str) -> float:
+def counted(server: RealServer, series: str, headers: dict[str, str] | None = None) -> float:
     """The sum of a series of /metrics over its labels."""
-    lines = server.request("GET", "/metrics")[2].decode().splitlines()
+    lines = server.request("GET", "/metrics", None, headers)[2].decode().splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{series}{{", f"{series} ")))
 
 
@@ -130,12 +130,13 @@ def test_a_signal_tells_what_runs_by_the_ids_of_clients(server: RealServer) -> N
 
 
 @pytest.mark.long
-def test_a_request_that_waits_too_long_is_told_so(server: RealServer) -> None:
-    with server.stopped_engine():
-        status, headers, data = server.request("POST", "/v1/completions", {"model": "demo-llama", "prompt": "a"})
-    error = json.loads(data)["error"]
-    assert (status, error["code"]) == (503, "queue_timeout") and headers["retry-after"] == "1"
-    assert server.complete("a", 2)["choices"]
+def test_a_request_that_waits_too_long_is_told_so(tree: Path) -> None:
+    with RealServer(tree, "--queue-timeout", 3) as server:
+        with server.stopped_engine():
+            status, headers, data = server.request("POST", "/v1/completions", {"model": "demo-llama", "prompt": "a"})
+        error = json.loads(data)["error"]
+        assert (status, error["code"]) == (503, "queue_timeout") and headers["retry-after"] == "1"
+        assert server.complete("a", 2)["choices"]
 
 
 def test_idle_connections_cost_no_slot(server: RealServer) -> None:
@@ -180,7 +181,7 @@ def add(texts: dict[int, str], event: dict[str, Any]) -> None:
 
 @pytest.mark.long
 def test_an_engine_that_hangs_is_replaced_too(tree: Path) -> None:
-    with RealServer(tree, "--stall", 1.5) as server:
+    with RealServer(tree, "--stall", 5) as server:
         full = server.complete(**LONG)["choices"][0]["text"]
         with server.opened(**LONG) as events:
             first = next(iter(events))["choices"][0]["text"]
@@ -216,14 +217,11 @@ def test_an_engine_that_cannot_start_again_is_said(tree: Path) -> None:
         engines = Results(tree).engines("demo-llama", "fp32", "onnxruntime")
         engines.rename(engines.with_suffix(".gone"))
         os.kill(server.engine_pid, signal.SIGKILL)
-        server.wait_until(lambda status: not status["ready"])
+        until(lambda: "the engine does not start: " in server.stderr)  # before, requests wait for it
+        assert "engines.json" in server.stderr and not server.get("/status")["ready"]
         status, headers, data = server.request("POST", "/v1/completions", {"model": "demo-llama", "prompt": "a"})
         assert (status, headers["retry-after"]) == (503, "1")
         assert server.request("GET", "/health/ready")[0] == 503 and server.request("GET", "/health/live")[0] == 200
-        end = time.monotonic() + 20
-        while "does not start" not in server.stderr and time.monotonic() < end:
-            time.sleep(0.05)
-        assert "the engine does not start: " in server.stderr and "engines.json" in server.stderr
         engines.with_suffix(".gone").rename(engines)
         server.wait_until(lambda status: status["ready"])
         assert server.complete("a", 2)["choices"]
@@ -246,24 +244,26 @@ def test_a_signal_to_end_lets_what_runs_finish(tree: Path, number: signal.Signal
                 assert server.request("GET", "/health/ready")[0] == 503
             assert first + events.text() == full and events.done
         engine = server.engine_pid if server.process.poll() is None else None
-        assert server.process.wait(20) == 0
+        assert server.process.wait(ENDS) == 0
         assert engine is None or not Path("/proc", str(engine)).exists()
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("signals", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_sigterm_ends_what_does_not_finish(tree: Path, signals: int) -> None:
-    with RealServer(tree, "--drain", 0.5 if signals == 1 else 600) as server:
+@pytest.mark.parametrize("drain", [0.5, 600])
+def test_sigterm_ends_what_does_not_finish(tree: Path, drain: float) -> None:
+    """After the drain, or at a second signal before its end."""
+    with RealServer(tree, "--drain", drain) as server:
         with server.opened(**LONG) as events:
             next(iter(events))
             engine = server.engine_pid
             os.kill(engine, signal.SIGSTOP)
-            for _ in range(signals):
+            server.process.send_signal(signal.SIGTERM)
+            if drain == 600:
+                server.wait_until(lambda status: status["draining"])
                 server.process.send_signal(signal.SIGTERM)
-                time.sleep(0.3)
             *_, last = events
             assert last["error"]["code"] == "shutting_down" and not events.done
-        assert server.process.wait(20) == 0 and not Path("/proc", str(engine)).exists()
+        assert server.process.wait(ENDS) == 0 and not Path("/proc", str(engine)).exists()
 
 
 def test_an_engine_whose_server_is_gone_ends(tree: Path) -> None:
@@ -271,10 +271,7 @@ def test_an_engine_whose_server_is_gone_ends(tree: Path) -> None:
         engine = server.engine_pid
         server.process.kill()
         server.process.wait()
-        end = time.monotonic() + 10
-        while Path("/proc", str(engine)).exists():
-            assert time.monotonic() < end
-            time.sleep(0.02)
+        until(lambda: not Path("/proc", str(engine)).exists())
 
 
 @pytest.mark.long
@@ -284,21 +281,21 @@ def test_a_client_that_does_not_read_is_left_behind(tree: Path) -> None:
             events.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             server.wait_until(lambda status: status["running"] == 4)
             assert server.complete("a", 2)["choices"]  # nobody else waits for it
-            server.wait_until(lambda status: status["streams"] == 0, 60)
+            server.wait_until(lambda status: status["streams"] == 0)
         server.wait_idle()
 
 
-def until(holds: Callable[[], bool], seconds: float = 20) -> None:
-    end = time.monotonic() + seconds
+def until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + ENDS
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.05)
 
 
-def test_clients_that_pipeline_and_read_nothing_are_ended(tree: Path) -> None:
+def test_clients_that_pipeline_and_read_nothing_are_ended(server: RealServer) -> None:
     """Whole answers too, and those that need no key: their connections would stay for ever."""
     request = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    with RealServer(tree, "--slow-reader", 1) as server, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         before = server.num_sockets()
         for _ in range(20):
             end = stack.enter_context(socket.socket())
@@ -311,25 +308,25 @@ def test_clients_that_pipeline_and_read_nothing_are_ended(tree: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "asked, expected",
+    ("requests", "expected"),
     [
         (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000, (b"HTTP/1.1 200 OK", 1001)),
         pytest.param(
-            _posted("/v1/completions", {**MANY, "prompt": MANY["prompt"][:4], "max_tokens": 120, "stream": True}),
+            _posted("/v1/completions", {**MANY, "prompt": MANY["prompt"][:5], "n": 2, "stream": True}),
             (b"[DONE]", 1),
             marks=pytest.mark.long,
         ),
     ],
     ids=["whole", "stream"],
 )
-def test_a_slow_client_that_reads_on_gets_all(tree: Path, asked: bytes, expected: tuple[bytes, int]) -> None:
-    """What a client takes counts, not what is left: that stays the same, where answers follow."""
-    with RealServer(tree, "--slow-reader", 1, "--max-queue", 300) as server, socket.socket() as end:
+def test_a_slow_client_that_reads_on_gets_all(server: RealServer, requests: bytes, expected: tuple[bytes, int]) -> None:
+    """The bytes that a client takes count, not those that are left: these do not shrink while answers follow."""
+    with socket.socket() as end:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         end.connect(("127.0.0.1", server.port))
-        end.sendall(asked + b"GET /health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        end.sendall(requests + b"GET /health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         parts = []
-        for _ in range(80):  # 4 s
+        for _ in range(80):  # 4 s, which is longer than a client may take nothing
             parts.append(end.recv(1000))
             time.sleep(0.05)
         while parts[-1]:
@@ -369,11 +366,9 @@ def test_each_key_has_prefixes_of_its_own(keyed: RealServer) -> None:
 
     def hits(key: str, **options: str) -> float:
         headers = {"Authorization": f"Bearer {key}"}
-        read = lambda: keyed.request("GET", "/metrics", None, headers)[2].decode()
-        value = lambda: float(next(re.finditer(r"^lockstep:prefix_cache_hits_total\S* (\S+)$", read(), re.M))[1])
-        before = value()
+        before = counted(keyed, "lockstep:prefix_cache_hits_total", headers)
         assert keyed.request("POST", "/v1/completions", {**body, **options}, headers)[0] == 200
-        return value() - before
+        return counted(keyed, "lockstep:prefix_cache_hits_total", headers) - before
 
     assert [hits("first-key"), hits("first-key"), hits("second-key"), hits("second-key")] == [0, 64, 0, 64]
     assert [hits("first-key", cache_salt="a"), hits("first-key", cache_salt="a")] == [0, 64]
@@ -502,4 +497,4 @@ def test_a_server_may_end_with_the_process_that_holds_its_stdin(tree: Path) -> N
                 server.wait_until(lambda status: status["draining"])
             events.text()
             assert events.done
-        assert server.process.wait(20) == 0
+        assert server.process.wait(ENDS) == 0

@@ -24,13 +24,10 @@ from typing import Any
 import pytest
 
 from lockstep.targets import Results
-from real_server import RealServer, make_tree
+from real_server import ENDS, RealServer, make_tree
 
 grpc = pytest.importorskip("grpc")
 from lockstep_serve.triton.grpc_messages import MESSAGES, SERVICE  # noqa: E402
-
-ROOT = Path(__file__).parents[3]
-PROMPT = "What is machine learning?"
 
 
 @pytest.fixture(scope="module")
@@ -167,25 +164,31 @@ class Proxy:
                 self._server.sendall(data)
 
 
-def test_a_client_that_reads_nothing_is_ended_and_one_that_reads_slowly_is_not(demo: Results, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def impatient(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    """One that ends a connection whose client takes nothing for 3 s."""
+    tree = make_tree(tmp_path_factory.mktemp("impatient") / "results", demo)
+    with RealServer(tree, "--grpc-port", 0, "--slow-reader", 3) as server:
+        yield server
+
+
+def test_a_client_that_reads_nothing_is_ended_and_one_that_reads_slowly_is_not(impatient: RealServer) -> None:
     """Also where it waits for whole answers, which are no stream of this server's."""
-    tree = make_tree(tmp_path / "results", demo)
-    with RealServer(tree, "--grpc-port", 0, "--slow-reader", 2) as server:
-        num_sockets = server.num_sockets()
-        proxy = Proxy(grpc_port(server), 100_000)
-        with Caller(server, port=proxy.port) as caller:
-            config = MESSAGES["ModelConfigRequest"](name="ensemble")
-            began = time.monotonic()
-            while time.monotonic() < began + 6:  # longer than it may be silent
-                calls = [caller.future("ModelConfig", config) for _ in range(50)]
-                assert all(call.result() for call in calls)
-            assert server.num_sockets() > num_sockets
-            proxy.rate = 0
+    num_sockets = impatient.num_sockets()
+    proxy = Proxy(grpc_port(impatient), 100_000)
+    with Caller(impatient, port=proxy.port) as caller:
+        config = MESSAGES["ModelConfigRequest"](name="ensemble")
+        began = time.monotonic()
+        while time.monotonic() < began + 6:  # longer than it may be silent
             calls = [caller.future("ModelConfig", config) for _ in range(50)]
-            end = time.monotonic() + 30
-            while server.num_sockets() > num_sockets:
-                assert time.monotonic() < end
-                time.sleep(0.05)
+            assert all(call.result() for call in calls)
+        assert impatient.num_sockets() > num_sockets
+        proxy.rate = 0
+        calls = [caller.future("ModelConfig", config) for _ in range(50)]
+        end = time.monotonic() + ENDS
+        while impatient.num_sockets() > num_sockets:
+            assert time.monotonic() < end
+            time.sleep(0.05)
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
@@ -197,7 +200,9 @@ def withholding(port: int, name: str, request: Any) -> socket.socket:
     """A client that asks for one answer, whose flow-control window is 0."""
     fields = (":method", "POST"), (":scheme", "http"), (":path", f"/{SERVICE}/{name}"), (":authority", "a")
     fields += ("content-type", "application/grpc"), ("te", "trailers")
-    head = b"".join(b"\0" + b"".join(bytes([len(text)]) + text.encode() for text in field) for field in fields)
+    head = b""
+    for field, value in fields:
+        head += b"\0" + bytes([len(field)]) + field.encode() + bytes([len(value)]) + value.encode()
     message = request.SerializeToString()
     end = socket.create_connection(("127.0.0.1", port))
     end.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, struct.pack(">HI", 4, 0)))
@@ -205,14 +210,13 @@ def withholding(port: int, name: str, request: Any) -> socket.socket:
     return end
 
 
-def test_clients_that_answer_pings_and_take_no_whole_answer_are_ended(demo: Results, tmp_path: Path) -> None:
-    tree = make_tree(tmp_path / "results", demo)
+def test_clients_that_answer_pings_and_take_no_whole_answer_are_ended(impatient: RealServer) -> None:
     requests = {"ModelInfer": core(5, 6, 7), "ServerLive": MESSAGES["ServerLiveRequest"]()}  # the latter without a key
-    with RealServer(tree, "--grpc-port", 0, "--slow-reader", 1) as server, contextlib.ExitStack() as stack:
-        ends = [stack.enter_context(withholding(grpc_port(server), *call)) for call in requests.items()]
+    with contextlib.ExitStack() as stack:
+        ends = [stack.enter_context(withholding(grpc_port(impatient), *call)) for call in requests.items()]
         num_pings = 0
         open_ends = set(ends)
-        until = time.monotonic() + 30
+        until = time.monotonic() + ENDS
         while open_ends:
             assert time.monotonic() < until
             for end in select.select(list(open_ends), [], [], 1)[0]:
@@ -227,7 +231,7 @@ def test_clients_that_answer_pings_and_take_no_whole_answer_are_ended(demo: Resu
                             end.sendall(frame(6, 1, 0, data[9 : 9 + length]))
                     data = data[9 + length :]
         assert num_pings > len(ends)
-        with Caller(server) as caller:
+        with Caller(impatient) as caller:
             assert caller.call("ServerLive", requests["ServerLive"]).live
 
 
@@ -243,7 +247,7 @@ def damaged() -> Iterator[tuple[str, Any, str, str]]:
     yield "a byte too many", request, bad, "input_ids"
     request = raw(core(5, 6, 7))
     request.inputs[0].contents.int_contents.append(5)
-    yield "contents beside raw ones", request, bad, "raw_input_contents"
+    yield "contents and raw ones", request, bad, "raw_input_contents"
     request = core(5, 6, 7)
     request.inputs[0].shape[1] = 1 << 40
     yield "a shape that lies", request, bad, "input_ids"
@@ -256,19 +260,15 @@ def damaged() -> Iterator[tuple[str, Any, str, str]]:
     request = core(5, 6, 7)
     request.inputs[0].parameters["shared_memory_region"].string_param = "a"
     yield "shared memory", request, bad, "shared_memory_region"
-    yield "an input twice", raw_twice(), bad, "twice"
+    request = core(5, 6, 7)
+    request.inputs.add().CopyFrom(request.inputs[0])
+    yield "an input twice", request, bad, "twice"
     request = core(5, 6, 7)
     request.outputs.add(name="unheard_of")
     yield "an output that is none", request, bad, "unheard_of"
     yield "bytes that are no message", b"\xff\xff\xff", bad, "ModelInferRequest"
     request = core(5, 6, 7, id="a" * (1 << 20))
     yield "a message over the limit", request, "RESOURCE_EXHAUSTED", ""
-
-
-def raw_twice() -> Any:
-    request = core(5, 6, 7)
-    request.inputs.add().CopyFrom(request.inputs[0])
-    return request
 
 
 @pytest.mark.parametrize("case", list(damaged()), ids=lambda case: case[0].replace(" ", "-"))
@@ -282,13 +282,6 @@ def test_damaged_messages_are_refused(server: RealServer, caller: Caller, case: 
 def test_metadata_over_the_limit_is_refused(server: RealServer) -> None:
     with Caller(server, ("long", "a" * (1 << 20))) as caller:
         assert caller.refused("ServerLive", MESSAGES["ServerLiveRequest"]())[0] == "RESOURCE_EXHAUSTED"
-
-
-def aborted(server: RealServer) -> float:
-    """Answers that were ended before their end, up to now."""
-    metrics = server.request("GET", "/metrics")[2].decode()
-    match = re.search(r'request_success_total\{finished_reason="abort",.*\} (\S+)', metrics)
-    return float(match[1]) if match else 0.0
 
 
 def test_a_stop_request_ends_the_one_with_its_id(server: RealServer, caller: Caller) -> None:
@@ -342,16 +335,17 @@ def test_keys_and_a_full_queue_and_the_end(demo: Results, tmp_path: Path) -> Non
         answers = caller.stream(iter(requests.get, None))
         requests.put(long("a"))
         first = next(answers)
-        server.process.send_signal(signal.SIGTERM)
-        while caller.call("ServerReady").ready:
-            pass
-        assert caller.refused("ModelInfer", core(5))[0] == "UNAVAILABLE"
+        with server.stopped_engine():  # the stream is not at its end before the others are rejected
+            server.process.send_signal(signal.SIGTERM)
+            while caller.call("ServerReady").ready:
+                pass
+            assert caller.refused("ModelInfer", core(5))[0] == "UNAVAILABLE"
         requests.put(None)
         responses = [answer.infer_response for answer in answers]
         assert first.infer_response.id == "a" and responses[-1].parameters["triton_final_response"].bool_param
         lengths = [list(item.outputs[0].shape)[2] for item in (first.infer_response, *responses)]
         assert sum(lengths) == 240  # what ran is finished
-        assert server.process.wait(20) == 0
+        assert server.process.wait(ENDS) == 0
 
 
 def test_a_port_that_is_taken_is_an_error_of_one_line(server: RealServer, demo: Results, tmp_path: Path) -> None:

@@ -61,17 +61,17 @@ def test_few_are_encoded_at_a_time_and_few_wait(monkeypatch: pytest.MonkeyPatch)
     lock = threading.Lock()
     go = threading.Event()
     running = 0
-    most = 0
+    max_running = 0
 
     def make() -> int:
-        nonlocal running, most
+        nonlocal running, max_running
         with lock:
             running += 1
-            most = max(most, running)
-        go.wait(10)
+            max_running = max(max_running, running)
+        go.wait(60)
         with lock:
             running -= 1
-        return most
+        return max_running
 
     async def run() -> list[int]:
         tasks = [asyncio.create_task(threads.run(make, LONG + 1)) for _ in range(5)]

@@ -191,9 +191,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("given", "line"), REFUSED.values(), ids=REFUSED)
-def test_errors_of_messages_are_anthropics(server: RealServer, given: dict, line: str) -> None:
-    status, data = send(server, "/v1/messages", message(TWO_CALLS, **given))
+@pytest.mark.parametrize(("fields", "line"), REFUSED.values(), ids=REFUSED)
+def test_errors_of_messages_are_anthropics(server: RealServer, fields: dict, line: str) -> None:
+    status, data = send(server, "/v1/messages", message(TWO_CALLS, **fields))
     error = json.loads(data)
     assert (status, error["type"], error["error"]["type"]) == (400, "error", "invalid_request_error")
     assert line in error["error"]["message"] and "\n" not in error["error"]["message"]
@@ -283,8 +283,11 @@ def test_a_call_that_is_cut_short_is_the_same_in_a_stream_and_is_taken_back(
     with pytest.raises(json.JSONDecodeError):
         json.loads(call.function.arguments)
     chunks = client.chat.completions.create(messages=turns, stream=True, **options)
-    deltas = [delta for chunk in chunks for delta in chunk.choices[0].delta.tool_calls or ()]
-    assert "".join(delta.function.arguments for delta in deltas) == call.function.arguments
+    streamed_arguments = ""
+    for chunk in chunks:
+        for delta in chunk.choices[0].delta.tool_calls or ():
+            streamed_arguments += delta.function.arguments
+    assert streamed_arguments == call.function.arguments
     for arguments in (call.function.arguments, "", "null", " \n"):
         again = full.message.model_dump(exclude_none=True)
         again["tool_calls"][0]["function"]["arguments"] = arguments
@@ -411,8 +414,8 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
-@pytest.mark.parametrize(("given", "param", "line"), WRONG.values(), ids=WRONG)
-def test_what_is_wrong_in_a_response_is_named(client: openai.OpenAI, given: dict, param: str, line: str) -> None:
+@pytest.mark.parametrize(("fields", "param", "line"), WRONG.values(), ids=WRONG)
+def test_what_is_wrong_in_a_response_is_named(client: openai.OpenAI, fields: dict, param: str, line: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        client.responses.create(**{"model": "scripted", "input": "x", **given})
+        client.responses.create(**{"model": "scripted", "input": "x", **fields})
     assert caught.value.param == param and line in caught.value.message

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import pytest
@@ -80,7 +81,9 @@ def totals(service: Service) -> Totals:
 
 
 def recount(service: Service) -> Totals:
-    prompts = [prompt for stream in service.streams for prompt in stream.prompts]
+    prompts: list[PromptRequest] = []
+    for stream in service.streams:
+        prompts += stream.prompts
     waiting = [prompt.request for prompt in prompts if prompt.admitted is None]
     tokens = sum(len(request.prompt_ids) for request in waiting)
     return Totals(
@@ -109,7 +112,9 @@ def refusal(service: Service, prompts: list[PromptRequest]) -> tuple[int, int | 
 def test_totals_are_those_of_a_recount_whatever_comes(tokenizer: Tokenizer, data: st.DataObject) -> None:
     service, played = service_of(tokenizer)
     streams: list[Stream] = []
-    pick = lambda values: data.draw(st.sampled_from(sorted(values)))
+
+    def pick(values: Iterable[Any]) -> Any:
+        return data.draw(st.sampled_from(sorted(values)))
 
     def submit() -> None:
         lengths = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=LIMITS.max_queue + SLOTS + 1))
@@ -137,6 +142,12 @@ def test_totals_are_those_of_a_recount_whatever_comes(tokenizer: Tokenizer, data
         admitted = [(number, 0)] if data.draw(st.booleans()) else []
         frame(admitted=admitted, tokens=[(number, choice, -1 if finish == "error" else 68, finish, None)])
 
+    def cancel() -> None:
+        service.cancel(streams[pick(range(len(streams)))])
+
+    def fail() -> None:
+        service.fail(streams[pick(range(len(streams)))], StreamError("it waited", 503))
+
     def die() -> None:
         played.has.clear()
         service.supervisor.record_crash()
@@ -154,8 +165,7 @@ def test_totals_are_those_of_a_recount_whatever_comes(tokenizer: Tokenizer, data
                 "die": die,
             }
         if streams:
-            events["cancel"] = lambda: service.cancel(streams[pick(range(len(streams)))])
-            events["fail"] = lambda: service.fail(streams[pick(range(len(streams)))], StreamError("it waited", 503))
+            events |= {"cancel": cancel, "fail": fail}
         events[pick(events)]()
         assert totals(service) == recount(service)
     service.fail_all(StreamError("the end"))
@@ -181,11 +191,13 @@ def test_a_refused_request_is_gone_when_it_is_answered(tokenizer: Tokenizer) -> 
 
         await application(service)(scope, receive, send)
 
-    objects = lambda: sum(isinstance(item, PromptRequest) for item in gc.get_objects())
-    before = objects()
+    def count_requests() -> int:
+        return sum(isinstance(item, PromptRequest) for item in gc.get_objects())
+
+    before = count_requests()
     gc.disable()
     try:
         asyncio.run(ask())
-        assert sent[0]["status"] == 429 and objects() == before
+        assert sent[0]["status"] == 429 and count_requests() == before
     finally:
         gc.enable()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import queue
@@ -31,6 +32,7 @@ from lockstep_serve.log import log, start_log
 from lockstep_serve.run import listening
 from lockstep_serve.service import Service
 from lockstep_serve.settings import EngineOptions, ServedModelOptions, ServiceOptions
+from real_server import ENDS
 from some import some
 
 ASKED = {"model": "demo-llama", "prompt": "Once upon a time", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
@@ -41,7 +43,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the lines of the log."""
     lines: list[str] = []
     monkeypatch.setattr(log, "handlers", [logging.NullHandler()])
-    log.handlers[0].handle = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    monkeypatch.setattr(log.handlers[0], "handle", lambda record: lines.append(record.getMessage()))
     return lines
 
 
@@ -55,17 +57,19 @@ def service(demo: Results, lines: list[str]) -> Service:
     return Service(ServiceOptions([ServedModelOptions("demo-llama", tokenizer)], options))
 
 
-async def answered(socket: Path, at_first: Callable[[], None] = lambda: None) -> Answer:
+async def answered(socket: Path, at_first: Callable[[], None] | None = None) -> Answer:
     """The answer to `ASKED`. at_first: called when its first token is there."""
-    answers = [Answer()]
-    async for answers[0] in complete(socket, ASKED):
-        at_first()
-        at_first = lambda: None
-    return answers[0]
+    answer = Answer()
+    async for partial_answer in complete(socket, ASKED):
+        answer = partial_answer
+        if at_first is not None:
+            at_first()
+            at_first = None
+    return answer
 
 
-async def until(holds: Callable[[], bool], seconds: float = 30) -> None:
-    async with asyncio.timeout(seconds):
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(ENDS):
         while not holds():
             await asyncio.sleep(0.02)
 
@@ -103,7 +107,7 @@ def test_a_token_that_cannot_be_handled_ends_its_own_answer(
     async def run() -> list[Any]:
         async with listening(service, tmp_path / "socket"):
             full = await answered(tmp_path / "socket")
-            break_it = lambda: break_once(monkeypatch, service.default.metrics, "token")
+            break_it = functools.partial(break_once, monkeypatch, service.default.metrics, "token")
             tasks = (answered(tmp_path / "socket", break_it), answered(tmp_path / "socket"))
             return [full, *await asyncio.gather(*tasks, return_exceptions=True)]
 
@@ -125,7 +129,7 @@ def test_requests_wait_for_another_engine_however_many_descriptors_are_open(serv
                 assert service.engine_pid is not None
                 os.kill(service.engine_pid, signal.SIGKILL)
                 await until(lambda: not service.is_ready)
-                return full, await asyncio.wait_for(answered(tmp_path / "socket"), 30)
+                return full, await asyncio.wait_for(answered(tmp_path / "socket"), ENDS)
 
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, limits[1]), limits[1]))
@@ -158,7 +162,7 @@ def test_an_engine_is_started_again_when_descriptors_are_free_again(
             limits = resource.getrlimit(resource.RLIMIT_NOFILE)
             last = os.dup(0)
             os.close(last)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (last, limits[1]))  # what is open stays so
+            resource.setrlimit(resource.RLIMIT_NOFILE, (last, limits[1]))  # open files stay open
             try:
                 assert service.engine_pid is not None
                 os.kill(service.engine_pid, signal.SIGKILL)
@@ -188,7 +192,7 @@ def test_a_task_that_ends_is_the_end_of_the_server(
         async with listening(service, tmp_path / "socket"):
             first = asyncio.create_task(answered(tmp_path / "socket", break_it))
             with pytest.raises(CheckError, match="the server failed; its log says why"):
-                await asyncio.wait_for(first, 30)
+                await asyncio.wait_for(first, ENDS)
             for path in ("/health/live", "/health/ready"):
                 with pytest.raises(CheckError, match="503"):
                     await get(tmp_path / "socket", path)
@@ -240,8 +244,8 @@ def test_a_folder_that_cannot_be_read_is_told_and_the_next_one_is_read(monkeypat
     loader = AdapterLoader(SimpleNamespace(most_bytes=1), "checkpoint.json", results.put)  # type: ignore[arg-type]
     for number, name in enumerate(("first", "second")):
         loader.start(Load(number, name, f"/{name}"))
-    assert "expected an adapter, found OSError: [Errno 24] Too many" in results.get(timeout=10).adapter
-    assert results.get(timeout=10) == (1, "second is none")
+    assert "expected an adapter, found OSError: [Errno 24] Too many" in results.get(timeout=ENDS).adapter
+    assert results.get(timeout=ENDS) == (1, "second is none")
 
 
 def test_a_fault_at_one_request_of_a_grpc_stream_is_its_answer() -> None:
@@ -262,7 +266,7 @@ def test_a_fault_at_one_request_of_a_grpc_stream_is_its_answer() -> None:
                 f"/{SERVICE}/ModelStreamInfer",
                 MESSAGES["ModelInferRequest"].SerializeToString,
                 MESSAGES["ModelStreamInferResponse"].FromString,
-            )(timeout=20)
+            )(timeout=ENDS)
             await call.write(MESSAGES["ModelInferRequest"](id="7", model_name="ensemble"))
             answer = await call.read()
             call.cancel()

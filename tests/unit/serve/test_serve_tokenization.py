@@ -117,13 +117,13 @@ def test_what_is_wrong_is_named(server: RealServer, path: str, body: Any, param:
     assert error["message"].startswith(f"{param}: ") and line in error["message"] and "\n" not in error["message"]
 
 
-@pytest.mark.parametrize(("path", "given"), [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})])
+@pytest.mark.parametrize(("path", "body"), [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})])
 def test_another_model_is_not_found_and_a_key_is_needed(
-    server: RealServer, other: RealServer, path: str, given: dict[str, Any]
+    server: RealServer, other: RealServer, path: str, body: dict[str, Any]
 ) -> None:
-    status, _, data = server.request("POST", path, {**given, "model": "another"})
+    status, _, data = server.request("POST", path, {**body, "model": "another"})
     assert status == 404 and json.loads(data)["error"]["param"] == "model"
-    assert [other.request("POST", path, given, headers)[0] for headers in ({}, KEY)] == [401, 200]
+    assert [other.request("POST", path, body, headers)[0] for headers in ({}, KEY)] == [401, 200]
     assert other.request("GET", "/tokenizer_info")[0] == 401
 
 

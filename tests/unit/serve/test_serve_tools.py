@@ -48,17 +48,17 @@ def streamed(client: openai.OpenAI, text: str, **options: Any) -> Any:
         return stream.get_final_completion().choices[0]
 
 
-def made(choice: Any) -> list[tuple[str, str]]:
+def function_calls(choice: Any) -> list[tuple[str, str]]:
     return [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()]
 
 
 def test_calls_of_an_answer(client: openai.OpenAI) -> None:
     choice = ask(client, TWO_CALLS, tools=TOOLS)
     assert (choice.message.content, choice.finish_reason) == ("Let me look.", "tool_calls")
-    assert made(choice) == [("weather", PARIS), ("weather", BERLIN)]
+    assert function_calls(choice) == [("weather", PARIS), ("weather", BERLIN)]
     ids = [call.id for call in choice.message.tool_calls]
     assert len(set(ids)) == 2 and all(id.startswith("call_") for id in ids)
-    assert made(ask(client, TWO_CALLS, tools=TOOLS, parallel_tool_calls=False)) == [("weather", PARIS)]
+    assert function_calls(ask(client, TWO_CALLS, tools=TOOLS, parallel_tool_calls=False)) == [("weather", PARIS)]
     plain = ask(client, TWO_CALLS, tools=TOOLS, tool_choice="none")
     assert plain.message.content == TWO_CALLS and plain.finish_reason == "stop" and not plain.message.tool_calls
 
@@ -67,9 +67,11 @@ def test_streamed_calls_have_the_name_first(client: openai.OpenAI) -> None:
     full = ask(client, TWO_CALLS, tools=TOOLS)
     joined = streamed(client, TWO_CALLS, tools=TOOLS)
     assert joined.message.content == full.message.content and joined.finish_reason == "tool_calls"
-    assert made(joined) == made(full)
+    assert function_calls(joined) == function_calls(full)
     chunks = client.chat.completions.create(**chat_options(TWO_CALLS, tools=TOOLS, stream=True))
-    deltas = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    deltas = []
+    for chunk in chunks:
+        deltas += chunk.choices[0].delta.tool_calls or ()
     assert [delta.index for delta in deltas] == sorted(delta.index for delta in deltas)
     names = [delta for delta in deltas if delta.id]
     assert [(item.index, item.function.name, item.function.arguments) for item in names] == [
@@ -113,7 +115,7 @@ def test_a_loop_gives_results_to_the_template(server: RealServer, client: openai
 def test_a_call_that_is_asked_for_is_held_to_the_schema(client: openai.OpenAI, choice: Any) -> None:
     for ask_for in (ask, streamed):  # the model would go on with other words
         answer = ask_for(client, ANSWERS[140], tools=[WEATHER], tool_choice=choice, parallel_tool_calls=False)
-        ((name, arguments),) = made(answer)
+        ((name, arguments),) = function_calls(answer)
         assert name == "weather" and json.loads(arguments)["city"] in ("Paris", "Berlin")
         assert answer.finish_reason == "tool_calls" and not answer.message.content
 
@@ -123,7 +125,7 @@ def test_a_strict_function_is_held_from_where_the_call_begins(client: openai.Ope
     answer = ask(client, ANSWERS[460], tools=[strict, TIME])
     assert answer.message.content == ANSWERS[460] and answer.finish_reason == "stop"
     answer = ask(client, TWO_CALLS, tools=[strict, TIME], max_tokens=110)
-    actual = made(answer)
+    actual = function_calls(answer)
     assert actual[0] == ("weather", PARIS)
     # The schema allows no days.
     assert all(not json.loads(arguments).get("days") for _, arguments in actual)
@@ -176,7 +178,11 @@ def test_reasoning_is_a_field_of_its_own(client: openai.OpenAI) -> None:
         assert (message.content, message.reasoning, message.reasoning_content) == ("Paris.", *["I <b>think."] * 2)
     assert ask(client, ANSWERS[460]).message.reasoning is None
     answer = ask(client, ANSWERS[310], tools=TOOLS)
-    assert made(answer) == [("time", "{}")] and answer.message.reasoning == "Look." and answer.message.content is None
+    assert (
+        function_calls(answer) == [("time", "{}")]
+        and answer.message.reasoning == "Look."
+        and answer.message.content is None
+    )
 
 
 def test_reasoning_that_the_prompt_opens(client: openai.OpenAI) -> None:
@@ -313,10 +319,9 @@ def test_the_openapi_document_is_that_of_the_bodies(server: RealServer) -> None:
     validators["/v1/messages"].validate({"model": "scripted", "max_tokens": 3, "messages": []})
 
 
-@pytest.mark.parametrize(("given", "param", "line"), REFUSED.values(), ids=REFUSED)
-def test_what_is_wrong_is_named(server: RealServer, given: dict, param: str, line: str) -> None:
-    status, _, data = server.request(
-        "POST", "/v1/chat/completions", chat_options(TWO_CALLS, **{"max_tokens": 4, **given})
-    )
+@pytest.mark.parametrize(("fields", "param", "line"), REFUSED.values(), ids=REFUSED)
+def test_what_is_wrong_is_named(server: RealServer, fields: dict, param: str, line: str) -> None:
+    body = chat_options(TWO_CALLS, **{"max_tokens": 4, **fields})
+    status, _, data = server.request("POST", "/v1/chat/completions", body)
     error = json.loads(data)["error"]
     assert (status, error["param"]) == (400, param) and line in error["message"] and "\n" not in error["message"]

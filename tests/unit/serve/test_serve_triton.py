@@ -1,5 +1,4 @@
-"""Triton's HTTP API on `lockstep serve`, the real one: what users of its TensorRT-LLM backend type, and what is wrong
-with requests that are refused."""
+"""Triton's HTTP API on the real `lockstep serve`: requests of users of its TensorRT-LLM backend, and rejected ones."""
 
 from __future__ import annotations
 
@@ -56,17 +55,10 @@ def core(ids: list[int], num_tokens: int, *arguments: dict[str, Any]) -> list[di
 
 
 def infer(server: RealServer, model: str, inputs: list[dict[str, Any]], **body: Any) -> dict[str, dict[str, Any]]:
-    """Outputs by name."""
+    """Return the outputs of a model, {name: tensor}."""
     answer = server.post(f"/v2/models/{model}/infer", inputs=inputs, **body)
     assert answer["model_name"] == model and answer["model_version"] == "1"
     return {output["name"]: output for output in answer["outputs"]}
-
-
-def aborted(server: RealServer) -> float:
-    """Answers that were ended before their end, up to now."""
-    lines = server.request("GET", "/metrics")[2].decode().splitlines()
-    results = [line.rpartition(" ")[2] for line in lines if "request_success_total" in line and '"abort"' in line]
-    return float(results[0]) if results else 0.0
 
 
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import scripted_model
 from real_tokenizers import SENTENCEPIECE, TEKKEN, tokenizer_json
@@ -36,9 +38,12 @@ def results(shared: Shared, request: pytest.FixtureRequest) -> Results:
         tokenizer = Tokenizer(path)
         ids = answer_ids(tokenizer)
         script: dict[int, Any] = {len(tokenizer.encode(PROMPT)) - 1 + at: token for at, token in enumerate(ids)}
-        words = [tokens for text in ("true", "rue", "ue", "e") for tokens in tokenizer.spellings(text)]
-        pieces = [tokenizer.spellings(text)[-1] for text in ("t", "tr", "tru", "r", "u", "ru")]
-        ways = list(dict.fromkeys(token for tokens in (*words, *pieces) for token in tokens))
+        ways: list[int] = []
+        for text in ("true", "rue", "ue", "e"):
+            ways += itertools.chain.from_iterable(tokenizer.spellings(text))
+        for text in ("t", "tr", "tru", "r", "u", "ru"):
+            ways += tokenizer.spellings(text)[-1]
+        ways = list(dict.fromkeys(ways))
         script |= dict.fromkeys(range(BANS_AT - 1, BANS_AT + 15), ways)
         checkpoint = scripted_model.write(folder / "checkpoint", path, script, TEMPLATE)
         scripted_model.results(checkpoint, folder / "results")
@@ -134,12 +139,10 @@ def test_tritons_chain_of_models(server: RealServer, tokenizer: Tokenizer) -> No
 
     def text(tokens: list[int], **options: Any) -> str:
         inputs = {"TOKENS_BATCH": ("INT32", [[tokens]]), "SEQUENCE_LENGTH": ("INT32", [[len(tokens)]]), **options}
-        shape = lambda values: [1, *([1, len(values[0][0])] if isinstance(values[0][0], list) else [1])]
-        logits = [
-            {"name": name, "datatype": datatype, "shape": shape(values), "data": values}
-            for name, (datatype, values) in inputs.items()
-        ]
-        (output,) = server.post("/v2/models/postprocessing/infer", inputs=logits)["outputs"]
+        tensors = []
+        for name, (datatype, values) in inputs.items():
+            tensors.append({"name": name, "datatype": datatype, "shape": np.shape(values), "data": values})
+        (output,) = server.post("/v2/models/postprocessing/infer", inputs=tensors)["outputs"]
         return output["data"][0]
 
     assert text(prompt + answer) == PROMPT + ANSWER
@@ -197,8 +200,10 @@ def test_a_bad_word_is_in_no_text_of_an_engine_that_draws(model: Model, tokenize
 def test_an_answer_that_goes_on_after_an_interruption_does_not_complete_a_bad_word(
     model: Model, tokenizer: Tokenizer
 ) -> None:
-    full = lambda text: next(way[0] for way in tokenizer.spellings(text) if tokenizer.token_text(way[0]) == text)
-    *earlier, last = map(full, ("t", "ru", "e"))
+    def token_of(text: str) -> int:
+        return next(ids[0] for ids in tokenizer.spellings(text) if tokenizer.token_text(ids[0]) == text)
+
+    *earlier, last = map(token_of, ("t", "ru", "e"))
     for words, completes in ((), True), (("true",), False):
         prompt = [1] * BANS_AT
         sampling = Sampling(logit_bias={last: 1e6}, bad_words=words)

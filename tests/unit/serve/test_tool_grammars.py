@@ -48,10 +48,9 @@ class Setup:
 
     def __init__(self, folder: Path, has_marks: bool) -> None:
         library = Library.from_file(str(DEMO / "tokenizer.json"))
-        marks = {mark for format in FORMATS.values() for mark in (*format.marks, *format.starts)} | {
-            "<think>",
-            "</think>",
-        }
+        marks = {"<think>", "</think>"}
+        for format in FORMATS.values():
+            marks |= {*format.marks, *format.starts}
         if has_marks:
             library.add_tokens([AddedToken(mark, normalized=False) for mark in sorted(marks)])
         path = folder / "tokenizer.json"
@@ -85,12 +84,10 @@ def written(name: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
     for function, arguments in calls:
         text = json.dumps(arguments, ensure_ascii=False)  # llguidance takes no other spelling of a character
         if format.argument:
-            values = {
-                key: argument if isinstance(argument, str) else json.dumps(argument)
-                for key, argument in arguments.items()
-            }
-            parts = [part for key in values for part in filled(format.argument, {"\0key": key, "\0value": values[key]})]
-            text = "".join(parts)
+            text = ""
+            for key, argument in arguments.items():
+                value = argument if isinstance(argument, str) else json.dumps(argument)
+                text += "".join(filled(format.argument, {"\0key": key, "\0value": value}))
         texts.append("".join(filled(format.call, {"\0name": function, "\0arguments": text, "\0number": "0"})))
     begin, between, end = ("".join(parts) for parts in format.around)
     return begin + between.join(texts) + end

@@ -81,8 +81,8 @@ def test_ids_are_raw_and_copied_by_nobody(model: Model) -> None:
     assert [token.token for token in engine.run()] == [token.token for token in engine.run([Request(LONG[:200], 3)])]
 
 
-@pytest.mark.parametrize(("rows", "most"), [(1, 212), (4, 365)])
-def test_the_host_loop_makes_no_more_calls_than_it_did(model: Model, rows: int, most: int) -> None:
+@pytest.mark.parametrize(("rows", "max_calls"), [(1, 212), (4, 365)])
+def test_the_host_loop_makes_no_more_calls_than_it_did(model: Model, rows: int, max_calls: int) -> None:
     """Calls of Python and C functions in a step that decodes, counted: times would depend on the machine."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -105,7 +105,7 @@ def test_the_host_loop_makes_no_more_calls_than_it_did(model: Model, rows: int, 
         finally:
             sys.setprofile(None)
         engine.close()
-    assert calls / 10 <= most
+    assert calls / 10 <= max_calls
 
 
 def test_what_is_not_read_is_sent_later() -> None:
@@ -117,7 +117,10 @@ def test_what_is_not_read_is_sent_later() -> None:
         for number in range(count):
             connection.send(Add(number, Request(LONG, 1)))
         ours.sendall(packed(Abort(5)))
-        assert connection.take(5.0) == [Abort(5)]
+        received_frames: list[Any] = []
+        while not received_frames:
+            received_frames = connection.take(0.1)
+        assert received_frames == [Abort(5)]
         buffer = bytearray()
         frames: list[Any] = []
         ours.settimeout(0)
@@ -131,4 +134,4 @@ def test_what_is_not_read_is_sent_later() -> None:
         assert [frame.id for frame in frames] == list(range(count))
         ours.close()
         with pytest.raises(EOFError):
-            connection.take(5.0)
+            connection.take(60.0)

@@ -70,8 +70,10 @@ def test_noise_is_the_published_generator():
     seed = 2**63 + 5
     choice = 2
     position = 700
-    words = [word for block in (1, 2, 3) for word in philox((block, position, 0, 0), (seed, choice))]
-    halves = [half for word in words for half in (word & 0xFFFFFFFF, word >> 32)]
+    halves = []
+    for block in (1, 2, 3):
+        for word in philox((block, position, 0, 0), (seed, choice)):
+            halves += [word & 0xFFFFFFFF, word >> 32]
     expected = -np.log1p(-(np.array(halves[:21], np.float64) + 0.5) / 2**32)
     np.testing.assert_allclose(noise_of(seed, choice, position, 21), expected, rtol=1e-5)
 
@@ -84,7 +86,7 @@ def test_temperature_sharpens_and_flattens():
 
 
 @pytest.mark.parametrize(
-    ("sampling", "kept"),
+    ("sampling", "token_ids"),
     [
         (Sampling(1.0, top_k=1), {1}),
         (Sampling(1.0, top_k=3), {1, 3, 2}),
@@ -98,9 +100,9 @@ def test_temperature_sharpens_and_flattens():
         (Sampling(1.0, min_p=1.0), {1}),
     ],
 )
-def test_top_k_top_p_and_min_p_keep_the_likeliest(sampling, kept):
-    assert set(np.flatnonzero(probabilities(LOGITS, sampling)).tolist()) == kept
-    assert set(draw(sampling, 300)) == kept
+def test_top_k_top_p_and_min_p_keep_the_likeliest(sampling, token_ids):
+    assert set(np.flatnonzero(probabilities(LOGITS, sampling)).tolist()) == token_ids
+    assert set(draw(sampling, 300)) == token_ids
 
 
 def test_of_equals_at_the_edge_the_lower_ids_stay():
