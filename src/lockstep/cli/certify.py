@@ -131,7 +131,7 @@ def _hypotheses(golden: Path) -> Path:
         )
     model = reference.parent.parent
     path = model / "hypotheses" / reference.name
-    # Reuse those of a run: making them anew takes the checkpoint, torch and minutes.
+    # Reuse those of a run: computing them takes the checkpoint, torch and minutes.
     if path.is_file() and Hypotheses.load(path).reference == sha256_file(reference):
         return path
     checkpoint = model / "checkpoint.json"
