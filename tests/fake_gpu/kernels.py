@@ -257,7 +257,9 @@ def _count_input(gpu: Gpu, k: SimpleNamespace, row: int, slot: int, position: in
 def _processed(
     gpu: Gpu, k: SimpleNamespace, row: int, slot: int, terms: np.ndarray, logits: np.ndarray, position: int
 ) -> int:
-    names = ["temperature", "top_k", "top_p", "min_p", "seed"]
+    names = ["temperature"]
+    if terms["temperature"]:  # else the others are 0 where nothing but a mask makes a row other than greedy
+        names += ["top_k", "top_p", "min_p", "seed"]
     penalties = {}
     allowed = None
     forbidden: np.ndarray = np.zeros(0, np.int64)

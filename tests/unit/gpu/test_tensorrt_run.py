@@ -946,8 +946,9 @@ def test_masks_of_grammars_and_bad_words_are_applied_on_the_device(open_model, f
     model = open_model()
     sampling = Sampling(0.9, min_p=0.01, seed=8, presence_penalty=0.5)
     requests = [Request(np.arange(3, 20), 9, sampling=sampling, grammar=Grammar("regex", ".*"))]
-    requests += [Request(np.arange(30, 90), 9, sampling=PROCESSED[number]) for number in (4, 0)]
-    masks = [Cycle.mask, lambda answer: None, lambda answer: None]
+    greedy = Sampling(bad_words=((600,),))
+    requests += [Request(np.arange(30, 90), 9, sampling=rules) for rules in (PROCESSED[4], PROCESSED[0], greedy)]
+    masks = [Cycle.mask, *[lambda answer: None] * 3]
     expected = tokens_of(Engine(model), [by_logits(*pair) for pair in zip(requests, masks)])
     actual: dict[tuple[int, int], list[int]] = {}
     for token in Engine(model, grammars={"": Cycle()}).run(requests):
