@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lockstep_serve.adapters import Adapters
@@ -44,18 +45,25 @@ class ServedModel:
         template = options.chat_template.template if options.chat_template is not None else ""
         self.tool_format = tool_format(options.tool_call_parser, template)
         self.reasoning_format = reasoning_format(options.reasoning_parser, template)
+        self._limits = options.limits
         self._service = service
         self._frame: Ready | None = None  # of the engine that `_ready` is of
         self._ready: Ready
 
     @property
     def ready(self) -> Ready:
-        """Return the engine's limits, with this model's identity and end ids. The service must have been started."""
+        """Return the engine's limits, with this model's own lengths, identity and end ids. The service has started."""
         # A restarted engine has another frame. Cached, because each request asks several times.
         frame = self._service.ready
         if frame is not self._frame:
             self._frame = frame
             self._ready = frame.of(self.checkpoint)
+            if self._limits is not None:
+                self._ready = replace(
+                    self._ready,
+                    max_seq_len=min(frame.max_seq_len, self._limits.max_seq_len),
+                    max_input_len=min(frame.max_input_len, self._limits.max_input_len),
+                )
         return self._ready
 
     @property

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from lockstep.artifacts.chat_template import ChatTemplate
     from lockstep.runtime.request import CheckpointFiles
     from lockstep.runtime.tokenizer import Tokenizer
+    from lockstep.targets import Limits
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class ServedModelOptions:
     """A model that a service serves, by its name in requests.
 
     chat_template: None where chats are refused. tool_call_parser, reasoning_parser: names of formats; None: recognise
-    them from the chat template.
+    them from the chat template. limits: to which it was checked, where they are less than the engine's.
     """
 
     name: str
@@ -77,6 +78,7 @@ class ServedModelOptions:
     chat_template: ChatTemplate | None = None
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
+    limits: Limits | None = None
 
 
 @dataclass(frozen=True)

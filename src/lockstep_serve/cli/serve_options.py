@@ -142,12 +142,17 @@ def _serve(
     from lockstep_serve.service import Service
 
     first = opened_models[0]
+    # A step holds no more tokens or requests of a model than it was checked with.
+    step_limits = {
+        name: min(getattr(opened.limits, name) for opened in opened_models)
+        for name in ("max_batch_size", "max_num_tokens")
+    }
     engine_options = EngineOptions(
         engines=str(first.engines),
         assembly=str(first.assembly),
         weights=str(first.weights),
         layers=first.target.layers,
-        limits=asdict(_limits(first.limits, options)),
+        limits=asdict(_limits(replace(first.limits, **step_limits), options)),
         threads=options.threads or _threads(),
         kv_bytes=options.kv_bytes,
         chunk_size=options.chunk_size,
@@ -178,6 +183,7 @@ def _serve(
             ChatTemplate.open(opened.assembly),
             options.tool_call_parser,
             options.reasoning_parser,
+            opened.limits,
         )
         for name, opened in zip(names, opened_models)
     ]

@@ -96,10 +96,18 @@ def test_a_folder_of_bundles_is_served_after_the_targets(
             if stage != "build":
                 job = replace(job, inputs={})  # which such a tree does not have
             write_statement(job, build_key(job))
-        pack(Results(tree), target, CONFIG.limits.plain(), tmp_path / f"{name}.tar", with_weights=True)
+        limits = CONFIG.limits.plain()
+        if name == "other":  # checked to shorter requests, and smaller steps
+            limits = replace(limits, max_batch_size=2, max_seq_len=64, max_input_len=32)
+        pack(Results(tree), target, limits, tmp_path / f"{name}.tar", with_weights=True)
     (tmp_path / "notes.txt").write_text("no bundle")
     with RealServer(tree, "--models", tmp_path, "--max-loaded-models", 1, target=TARGETS[0]) as server:
-        assert [card["id"] for card in server.get("/v1/models")["data"]] == ["demo-llama", "other", "tuned"]
+        cards = {card["id"]: card["max_model_len"] for card in server.get("/v1/models")["data"]}
+        assert cards == {"demo-llama": 256, "other": 64, "tuned": 256}
+        for model, status in (("other", 400), ("tuned", 200)):
+            body = {"model": model, "prompt": "Light", "max_tokens": 64}
+            assert server.request("POST", "/v1/completions", body)[0] == status
+        assert server.get("/status")["limits"]["max_batch_size"] == 2
         check_together(server, alone)
 
 
