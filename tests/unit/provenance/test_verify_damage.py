@@ -222,6 +222,17 @@ def test_what_is_no_file_is_named_in_one_line(damaged: Path, kind: str) -> None:
         moved.rename(path)
 
 
+def test_what_builds_took_is_a_measurement(damaged: Path) -> None:
+    """Each build with TensorRT writes it: `lockstep verify` rejected all of them."""
+    (engines,) = damaged.rglob("engines.json")
+    path = engines.with_name("build.costs.json")
+    write_json(path, {"format": formats.BUILD_COSTS, "engines": {"exit": {"seconds": 1.5, "peak_memory_bytes": None}}})
+    assert {finding.status for finding in found(damaged)} == {SAME}
+    path.write_bytes(path.read_bytes().replace(b"1.5", b"1.6"))
+    (named,) = [finding for finding in found(damaged) if finding.status != SAME]
+    assert "build.costs.json" in str(named)
+
+
 def test_a_folder_in_place_of_a_measurement_is_named(damaged: Path) -> None:
     """No statement names a speed: a folder in its place was not looked at."""
     next((damaged / "results" / MODEL).rglob("*.statement.json")).with_name("2.speed.json").mkdir()
