@@ -81,7 +81,7 @@ class HostExecutor:
         self.stored_pages: dict[int, list[np.ndarray]] = {}  # by page
         pool = PagePool(kv_bytes // page_nbytes, page_nbytes, self._drop_stored)
         state_pages = 0  # without attention, pages have no size to count states in
-        if self.cache.group_shapes():
+        if self.cache.groups:
             state_pages = -(-self.cache.state_nbytes // page_nbytes)
         self.tables = PageTables(pool, num_slots, self._pages_for, shares=False, state_pages=state_pages)
         self._capacities = [0] * num_slots  # of each slot's row, whose pages are reserved

@@ -285,7 +285,7 @@ class HostStep:
         attention = self._buffer(layer_attention.attention, self.layout.num_tokens)
         cache = self._cache
         slices = self.slices
-        group, index_in_group = cache.layer(index)
+        group, index_in_group = cache.layers[index]
         for rows, tokens, new in zip(self.layout.decoding, slices, self._new):
             key, value = cache.view(index, rows.capacity, rows.low, rows.high)
             lengths = self.tokens.position_ids[tokens]  # a token's position is the length of its past
@@ -323,7 +323,7 @@ class HostStep:
             new = self._add_state_call(mixer, "prefill", tokens, values, state, output)
             self.calls.append(functools.partial(np.copyto, state, new))
             if isinstance(chunk, Chunk) and chunk.end in self.kept_states:
-                group, number = self._cache.layer(index)
+                group, number = self._cache.layers[index]
                 self.calls.append(functools.partial(np.copyto, self.kept_states[chunk.end][group][number], new[0]))
         values["attention"] = output
 
@@ -424,7 +424,7 @@ class HostStep:
 def _new_pairs(cache: KVCache, rows: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return buffers for the new keys and values of each group of layers, [layers, rows, num_kv_heads, dim]."""
     pairs = []
-    for shape, layers in cache.group_shapes():
+    for shape, layers in cache.groups:
         dims = layers, rows, shape.num_kv_heads
         keys = np.empty((*dims, shape.head_dim), cache.dtype)
         values = np.empty((*dims, shape.value_head_dim), cache.dtype)

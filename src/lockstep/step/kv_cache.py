@@ -80,6 +80,10 @@ class KVCache:
     """Rows of keys, values and states for slots 0 to `num_slots`-1.
 
     `lengths[slot]` tokens of a slot are valid; the rest of its row is zero or stale, but finite. States start as zeros.
+
+    Attributes:
+        groups: Each shape of keys and values, with the number of its layers.
+        layers: By layer: its group, and its index in the group.
     """
 
     def __init__(
@@ -100,12 +104,11 @@ class KVCache:
         self.lengths = np.zeros(num_slots, np.int64)
         shapes = [shape for shape in dict.fromkeys(layers) if isinstance(shape, LayerShape)]
         states = [shape for shape in dict.fromkeys(layers) if isinstance(shape, StateShape)]
-        self._groups = [(shape, layers.count(shape)) for shape in shapes]
+        self.groups = [(shape, layers.count(shape)) for shape in shapes]
         self._state_groups = [(shape, layers.count(shape)) for shape in states]
         group_of: dict[LayerShape | StateShape, int] = {shape: group for group, shape in enumerate(shapes)}
         group_of |= {shape: group for group, shape in enumerate(states)}
-        # By layer: its group, and its index in the group.
-        self._layers = [(group_of[shape], layers[:index].count(shape)) for index, shape in enumerate(layers)]
+        self.layers = [(group_of[shape], layers[:index].count(shape)) for index, shape in enumerate(layers)]
         self._cache_rows: dict[int, CacheRow] = {}  # by slot
         self.rows: dict[int, _CapacityRows] = {}  # by capacity
         self._kept_tokens = kept_nbytes // self.token_nbytes
@@ -113,7 +116,7 @@ class KVCache:
     @property
     def token_nbytes(self) -> int:
         """Return the bytes of a token's keys and values in all layers; 1 if no layer has any."""
-        return sum(shape.size * count for shape, count in self._groups) * self.dtype.itemsize or 1
+        return sum(shape.size * count for shape, count in self.groups) * self.dtype.itemsize or 1
 
     @property
     def state_nbytes(self) -> int:
@@ -153,15 +156,9 @@ class KVCache:
                 lengths[number] = self.lengths[slot]
         return lengths
 
-    def layer(self, index: int) -> tuple[int, int]:
-        return self._layers[index]
-
-    def group_shapes(self) -> list[tuple[LayerShape, int]]:
-        return self._groups
-
     def view(self, layer: int, capacity: int, low: int, high: int) -> tuple[np.ndarray, np.ndarray]:
         """Return contiguous views of a layer's keys and values, [high-low, num_kv_heads, capacity, head_dim]."""
-        group, index = self._layers[layer]
+        group, index = self.layers[layer]
         rows = self.rows[capacity]
         return rows.keys[group][index, low:high], rows.values[group][index, low:high]
 
@@ -174,7 +171,7 @@ class KVCache:
 
     def state(self, layer: int, capacity: int, low: int, high: int) -> np.ndarray:
         """Return a contiguous view of a layer's states of rows `low:high`, [high-low, *state]."""
-        group, index = self._layers[layer]
+        group, index = self.layers[layer]
         return self.rows[capacity].states[group][index, low:high]
 
     def states_out(self, slot: int) -> list[np.ndarray]:
@@ -291,7 +288,7 @@ class KVCache:
         values = []
         states = []
         try:
-            for shape, layers in self._groups:
+            for shape, layers in self.groups:
                 dims = layers, count, shape.num_kv_heads, capacity
                 keys.append(_zeros((*dims, shape.head_dim), self.dtype))
                 values.append(_zeros((*dims, shape.value_head_dim), self.dtype))

@@ -37,17 +37,12 @@ class PagePool:
         self._prefixes: dict[bytes, tuple[int, ...]] = {}
         self._key_of: dict[int, bytes | None] = {}  # by page of a prefix: the key for its first page, else None
         self._unreferenced: OrderedDict[bytes, None] = OrderedDict()  # prefixes, least recently used first
-        self._reclaimable = 0  # pages of unreferenced prefixes
+        self.num_cached = 0  # pages of unreferenced prefixes
 
     @property
     def num_available(self) -> int:
         """Return how many pages can be allocated: free ones, and those of unreferenced prefixes."""
-        return self.num_pages - self._next + len(self._free) + self._reclaimable
-
-    @property
-    def num_cached(self) -> int:
-        """Return how many pages belong to unreferenced prefixes."""
-        return self._reclaimable
+        return self.num_pages - self._next + len(self._free) + self.num_cached
 
     def allocate(self, count: int) -> list[int]:
         """Allocate `count` pages with one reference each. Raises InputError if too few are free."""
@@ -85,7 +80,7 @@ class PagePool:
             key = self._key_of[page]
             if key is not None:  # the first page of a prefix, whose other pages were released before
                 self._unreferenced[key] = None
-                self._reclaimable += len(self._prefixes[key])
+                self.num_cached += len(self._prefixes[key])
 
     def publish(self, key: bytes, pages: Sequence[int]) -> bool:
         """Make filled, referenced pages reusable under a key. Return False if the key has pages already."""
@@ -108,7 +103,7 @@ class PagePool:
                 break
             if key in self._unreferenced:
                 del self._unreferenced[key]
-                self._reclaimable -= len(pages)
+                self.num_cached -= len(pages)
             for page in pages:  # pages of an unreferenced prefix have no entry
                 self._references[page] = self._references.get(page, 0) + 1
             shared_pages += pages
@@ -122,7 +117,7 @@ class PagePool:
     def _evict(self) -> None:
         key, _ = self._unreferenced.popitem(last=False)
         pages = self._prefixes.pop(key)
-        self._reclaimable -= len(pages)
+        self.num_cached -= len(pages)
         for page in pages:
             del self._key_of[page]
         self._free += pages
@@ -134,7 +129,7 @@ class PagePool:
         cached: list[int] = []
         for key in self._unreferenced:
             cached += self._prefixes[key]
-        assert len(cached) == self._reclaimable
+        assert len(cached) == self.num_cached
         assert set(self._key_of) == set().union(*self._prefixes.values())
         all_pages = [*self._free, *self._references, *cached]
         assert sorted(all_pages) == list(range(self._next)), "every page that was given out is somewhere, once"
