@@ -211,7 +211,9 @@ def _run_schedule(model: Model, row: dict[str, Any], prompts: Sequence[np.ndarra
     if count < 100:
         count = min(count, len(prompts))
     chosen = random.choice(len(prompts), count)
-    room = min(int(random.choice([model.max_batch_size + 64, 700, model.max_num_tokens])), model.max_num_tokens)
+    # With less room an engine has smaller chunks, on which a CPU's bits depend.
+    smallest = model.max_batch_size + model.chunk_size
+    room = min(int(random.choice([smallest, max(smallest, 700), model.max_num_tokens])), model.max_num_tokens)
     arrivals = np.sort(random.integers(0, 1 + int(random.choice([0, 4, 64])), len(chosen)))
     for parity in (0, 1):
         numbers = [number for number in chosen if number % 2 == parity]
