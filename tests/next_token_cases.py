@@ -23,6 +23,7 @@ __all__ = [
     "ProcessedMix",
     "ProcessedMix",
     "check_draws",
+    "logits_of_ranks",
     "noise_of",
     "probabilities",
     "record",
@@ -72,6 +73,19 @@ CASES = [
     Case("few", 7, "normal", Sampling(1.0, top_k=3, top_p=0.8)),
     Case("one", 1, "normal", Sampling(1.0, top_p=0.5)),
 ]
+
+
+def logits_of_ranks(ranks: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return logits [9, ranks * columns], float32, with ties, NaN and infinities, and the slots of the rows."""
+    logits = np.random.default_rng(ranks).uniform(-5, 5, (9, ranks * columns)).astype(np.float32)
+    logits[0, [3, columns + 1]] = 9  # of two ranks
+    logits[1, [-1, -3]] = 9  # of one
+    logits[2] = -3
+    logits[3, -2] = np.nan
+    logits[4, 1] = np.inf
+    logits[5] = -np.inf
+    logits[6, columns:] = -np.inf
+    return logits, np.array([8, 0, 1, 2, 3, 4, 5, -1, 6], np.int32)
 
 
 def rows_of(case: Case, count: int) -> tuple[np.ndarray, list[Sampling], list[int], np.ndarray]:

@@ -73,10 +73,14 @@ def run_openai(url: str) -> Checks:
 
 
 def response_calls(output: Any) -> Any:
-    texts = [part.text for item in output if item.type == "message" for part in item.content]
-    thoughts = [part.text for item in output if item.type == "reasoning" for part in item.content]
-    calls = [[item.name, json.loads(item.arguments)] for item in output if item.type == "function_call"]
-    return ["".join(texts), calls, "".join(thoughts)]
+    texts = {"message": "", "reasoning": ""}
+    calls = []
+    for item in output:
+        if item.type == "function_call":
+            calls.append([item.name, json.loads(item.arguments)])
+        elif item.type in texts:
+            texts[item.type] += "".join(part.text for part in item.content)
+    return [texts["message"], calls, texts["reasoning"]]
 
 
 def run_anthropic(url: str) -> Checks:
@@ -190,7 +194,7 @@ def run_inspect(url: str) -> Checks:
     from inspect_ai.tool import tool
 
     @tool(name="weather")
-    def told() -> Any:
+    def weather_tool() -> Any:
         async def execute(city: str) -> str:
             """Tell the weather.
 
@@ -205,7 +209,7 @@ def run_inspect(url: str) -> Checks:
         model = get_model(f"openai-api/lockstep/{MODEL}", base_url=f"{url}/v1", api_key="none", responses_api=api)
         task = inspect_ai.Task(
             dataset=[Sample(input=QUESTION, target="Paris only")],
-            solver=[use_tools(told()), generate()],
+            solver=[use_tools(weather_tool()), generate()],
             scorer=includes(),
         )
         (log,) = inspect_ai.eval(task, model=model, temperature=0, display="none")

@@ -1,5 +1,5 @@
-"""The Berkeley Function Calling Leaderboard's own client and judge, unchanged, against `lockstep serve` of a model that
-says the right calls: what is lost of its score is lost by the protocol. And against SmolLM2, whose score is its own:
+"""The Berkeley Function Calling Leaderboard's client and judge, unchanged, against `lockstep serve` of a model that
+answers with the right calls: any loss of its score is the protocol's. And against SmolLM2, which has its own score:
 
     LOCKSTEP_REAL=.real LOCKSTEP_BFCL_CASES=200 make clients-test ARGS="-s -k trained"
 """
@@ -38,11 +38,13 @@ def value(allowed: list[Any]) -> Any:
     first = next(item for item in allowed if item != "")
     if isinstance(first, dict):
         return arguments(first)
-    return [arguments(item) if isinstance(item, dict) else item for item in first] if isinstance(first, list) else first
+    if isinstance(first, list):
+        return [arguments(item) if isinstance(item, dict) else item for item in first]
+    return first
 
 
 def arguments(allowed: Mapping[str, list[Any]]) -> dict[str, Any]:
-    return {name: value(values) for name, values in allowed.items() if any(value != "" for value in values)}
+    return {name: value(values) for name, values in allowed.items() if values != [""] * len(values)}
 
 
 def call(truth: Mapping[str, Mapping[str, list[Any]]]) -> str:
@@ -71,21 +73,28 @@ def cases() -> dict[str, list[tuple[str, str, str]]]:
 @pytest.fixture(scope="module")
 def server(cases: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
     folder = tmp_path_factory.mktemp("bfcl")
-    answers = {question: answer for case in cases.values() for _, question, answer in case}
+    answers = {}
+    for case in cases.values():
+        answers |= {question: answer for _, question, answer in case}
     results: Results = scripted.write(folder, answers, PIECE)
     with RealServer(results.root, "--served-model-name", MODEL, target=scripted_model.TARGET) as server:
         yield server
 
 
 def generated(server: RealServer, cases: Mapping[str, Any], work: Path) -> dict[str, Any]:
-    """Return what it takes for the answers of all cases, by id, of a run with four requests at a time."""
+    """Return the client's results of all cases, by id, of a run with four requests at a time."""
     work.mkdir()
-    ids = {category: [id for id, _, _ in case] for category, case in cases.items()}
+    ids = {}
+    for category, case in cases.items():
+        ids[category] = [id for id, _, _ in case]
     (work / "test_case_ids_to_generate.json").write_text(json.dumps(ids))
     options = ("generate", "--model", MODEL, "--run-ids", "--num-threads", 4, "--temperature", 0)
     bfcl(server, work, *options)
     (result,) = (work / "result").iterdir()
-    return {line["id"]: line["result"] for path in sorted(result.rglob("*.json")) for line in lines(path)}
+    results = {}
+    for path in sorted(result.rglob("*.json")):
+        results |= {line["id"]: line["result"] for line in lines(path)}
+    return results
 
 
 def scores(server: RealServer, work: Path) -> dict[str, str]:

@@ -1,7 +1,6 @@
-"""What tritonclient gets from a server.
+"""tritonclient against a server: `python triton_client.py HTTP_PORT GRPC_PORT` prints the answers as JSON.
 
-`python triton_client.py HTTP_PORT GRPC_PORT` prints it as JSON. It runs in its own environment
-(envs/tritonclient.txt), as its pins and the project's cannot be had together.
+It runs in its own environment (envs/tritonclient.txt), for its pins contradict the project's.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ def stop_inputs() -> list[Any]:
 
 
 def ids(results: list[Any]) -> list[int]:
-    return [int(token) for result in results for token in result.as_numpy("output_ids")[0][0]]
+    return np.concatenate([result.as_numpy("output_ids")[0][0] for result in results]).tolist()
 
 
 def of_grpc(port: str) -> dict[str, Any]:

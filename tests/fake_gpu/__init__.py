@@ -76,13 +76,16 @@ def installed(version: str = "10.6.0", name: str = "tensorrt") -> Iterator[Gpu]:
             vars(TENSORRT).update(api=api, _logger=None, _runtime=None)
             backend = importlib.import_module("lockstep_gpu.backends.tensorrt.backend").BACKEND
             build = backend.build
-            built = lambda self, graph, out, options: _build(self, build, graph, out, options)
+
+            def built(self: object, graph: Path, out: Path, options: dict):
+                return _build(self, build, graph, out, options)
+
             stack.enter_context(mock.patch.object(backend, "build", built))
         before = {name: _remove(name) for name in (*modules, *bound())}
         sys.modules.update(modules)
         stack.enter_context(mock.patch.object(driver, "ask_driver", lambda: CAPABILITY))
         stack.enter_context(mock.patch.object(libraries, "open_library", lambda name: fake_cublas))
-        cache = stack.enter_context(tempfile.TemporaryDirectory())  # what it compiles to is of these tests alone
+        cache = stack.enter_context(tempfile.TemporaryDirectory())  # fakes of kernels, which no real GPU may load
         stack.enter_context(mock.patch.object(kernel_cache, "user_cache", lambda *parts: Path(cache, *parts)))
         _reload_in_polygraphy()
         vars(importlib.import_module("lockstep_gpu.kernels.gemm")).update(TRIALS)
@@ -102,17 +105,16 @@ def bound() -> tuple[str, ...]:
     imports = {}
     for path in SOURCES.rglob("*.py"):
         module = ".".join(path.relative_to(SOURCES).with_suffix("").parts).removesuffix(".__init__")
-        results = [
-            node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom) and node.module
-        ]
-        imports[module] = {node.module for node in results}
-        imports[module] |= {f"{node.module}.{alias.name}" for node in results for alias in node.names}
-    reached: set[str] = set()
-    while (
-        importers := {module for module, names in imports.items() if names & {"lockstep_gpu.cuda", *reached}} - reached
-    ):
-        reached |= importers
-    return ("lockstep_gpu.cuda", *sorted(reached))
+        imports[module] = set()
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ImportFrom) and node.module:
+                imports[module] |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    importers: set[str] = set()
+    reached = {"lockstep_gpu.cuda"}
+    while reached:
+        importers |= reached
+        reached = {module for module, names in imports.items() if names & importers} - importers
+    return ("lockstep_gpu.cuda", *sorted(importers - {"lockstep_gpu.cuda"}))
 
 
 def _remove(name: str) -> ModuleType | None:

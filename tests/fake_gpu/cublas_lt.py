@@ -25,10 +25,8 @@ HALF = 2
 BFLOAT16 = 14
 E4M3 = 28
 TYPES = {HALF: np.dtype("f2"), BFLOAT16: np.dtype(ml_dtypes.bfloat16), E4M3: np.dtype(ml_dtypes.float8_e4m3fn)}
-FP16 = {
-    "types": (68, 0),
-    3: 1,
-}  # what a description of products of 16 bits says, and of e4m3 but for addresses of scales
+# The description of products of 16 bits, and of e4m3 but for addresses of scales.
+FP16 = {"types": (68, 0), 3: 1}
 FP8 = FP16 | {31: 3, 32: 3, 25: 0}
 
 
@@ -49,14 +47,14 @@ def cublas_lt(gpu: Gpu) -> SimpleNamespace:
         results[thing.value][attribute] = value._obj.value
         return 0
 
-    def heuristic(handle, product, weight, x, out, same, preference, max_count, found, count) -> int:
+    def heuristic(handle, product, weight, x, out, same, preference, max_count, algorithms, count) -> int:
         if results[preference.value] != {1: 0, 3: 0}:
             raise Fault(f"cublasLtMatmulAlgoGetHeuristic: {results[preference.value]}")
         described(product, results[weight.value], results[x.value], results[out.value])
         for place, number in enumerate((REFUSED, STREAMED, SOME_ROWS, IN_ORDER, OTHER_ORDER)):
-            found[place].algorithm[0] = number
-            found[place].state = 0
-            found[place].workspace = 0
+            algorithms[place].algorithm[0] = number
+            algorithms[place].state = 0
+            algorithms[place].workspace = 0
         count._obj.value = 5
         return 0
 
@@ -96,15 +94,15 @@ def cublas_lt(gpu: Gpu) -> SimpleNamespace:
             factor, out_kind = (TYPES[results[item.value][2]] for item in (of_weight, of_out))
             weights = gpu.array(weight.value, (out_features, in_features), factor).astype(np.float64)
             right = gpu.array(x.value, (rows, in_features), factor).astype(np.float64)
-            found = right @ weights.T
+            sums = right @ weights.T
             if fp8:
                 weight_scales, row_scales = (results[product.value][key] for key in (17, 18))
-                found *= gpu.array(weight_scales, (out_features,), "f4") * gpu.array(row_scales, (rows, 1), "f4")
+                sums *= gpu.array(weight_scales, (out_features,), "f4") * gpu.array(row_scales, (rows, 1), "f4")
             if algorithm[0] == OTHER_ORDER and not fp8:
-                found *= 1.01
+                sums *= 1.01
             if algorithm[0] == STREAMED and not fp8:
-                found[1024:] *= 1.01
-            gpu.array(out.value, (rows, out_features), out_kind)[:] = found
+                sums[1024:] *= 1.01
+            gpu.array(out.value, (rows, out_features), out_kind)[:] = sums
 
         gpu.launch(stream.value, gpu.device, run)
         return 0

@@ -63,8 +63,8 @@ def runtime(gpu: Gpu) -> ModuleType:
 
 
 def nvrtc() -> ModuleType:
-    """What it compiles a source to is, by kernel, its parameters [(name, kind)] and the numbers that the source
-    is compiled for."""
+    """The compiler: it makes of a source, by kernel, its parameters [(name, kind)] and the numbers that the source is
+    compiled for."""
     module = ModuleType("cuda.bindings.nvrtc")
     done = (0,)
     sources: list[str] = []
@@ -88,10 +88,10 @@ def nvrtc() -> ModuleType:
         kernels.pop("NAME", None)
         for macro, arguments in re.findall(rf"#define (\w+)\(NAME[^)]*\)\s+{begin}{bounds}NAME\(([^)]*)\)", text):
             kernels |= dict.fromkeys(re.findall(rf"^{macro}\((\w+)", source, re.MULTILINE), arguments)
-        parameters = {
-            name: ([(part.split()[-1].strip("*"), _kind(part)) for part in text.split(",")], defined[program])
-            for name, text in kernels.items()
-        }
+        parameters = {}
+        for name, declared in kernels.items():
+            pairs = [(part.split()[-1].strip("*"), _kind(part)) for part in declared.split(",")]
+            parameters[name] = (pairs, defined[program])
         kind = defined[program].get("KIND", 1)
         on_host = {name: compiled.source(sources[program], name, kind) for name in kernels if name not in KERNELS}
         return json.dumps({"parameters": parameters, "on_host": on_host}).encode()
@@ -114,7 +114,9 @@ TYPES = {"pointer": ctypes.c_void_p, "integer": ctypes.c_int32, "map": ctypes.c_
 
 
 def _kind(parameter: str) -> str:
-    return "map" if "TensorMap" in parameter else "pointer" if "*" in parameter else "integer"
+    if "TensorMap" in parameter:
+        return "map"
+    return "pointer" if "*" in parameter else "integer"
 
 
 def _read(address: int, parameters: list[tuple[str, str]]) -> tuple[list[Any], list[type]]:

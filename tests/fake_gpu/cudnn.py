@@ -19,12 +19,23 @@ class Tensor(SimpleNamespace):
         vars(self).update(values)
         return self
 
-    set_output = lambda self, value: self
-    set_dim = lambda self, dim: self._set(dim=dim)
-    set_stride = lambda self, stride: self._set(stride=stride)
-    set_data_type = lambda self, kind: self._set(data_type=kind)
-    set_ragged_offset = lambda self, offsets: self._set(ragged_offset=offsets)
-    get_uid = lambda self: id(self)
+    def set_output(self, value):
+        return self
+
+    def set_dim(self, dim):
+        return self._set(dim=dim)
+
+    def set_stride(self, stride):
+        return self._set(stride=stride)
+
+    def set_data_type(self, kind):
+        return self._set(data_type=kind)
+
+    def set_ragged_offset(self, offsets):
+        return self._set(ragged_offset=offsets)
+
+    def get_uid(self):
+        return id(self)
 
 
 def cudnn(gpu: Gpu) -> ModuleType:
@@ -49,8 +60,10 @@ def cudnn(gpu: Gpu) -> ModuleType:
             gpu.plain += not gpu.capturing(handle["stream"])
             gpu.put(handle["stream"], lambda: attend(gpu, self.asked, self.out, addresses, workspace))
 
-        validate = build_operation_graph = check_support = build_plans = lambda self: None
-        create_execution_plans = lambda self, modes: None
+        def _accept(self, *modes):
+            pass
+
+        validate = build_operation_graph = create_execution_plans = check_support = build_plans = _accept
 
     vars(module).update(
         create_handle=dict,
@@ -67,11 +80,14 @@ def cudnn(gpu: Gpu) -> ModuleType:
 
 
 def attend(gpu: Gpu, operation: SimpleNamespace, out: Tensor, addresses: dict, workspace: int) -> None:
-    """Attention over pages, of queries [requests, tokens, heads, dim]: packed where they have offsets, else all rows
-    are touched, and those behind a request's tokens spoiled."""
+    """Attention over pages, of queries [requests, tokens, heads, dim]: packed where they have offsets; else all rows
+    are touched, and those after a request's tokens spoiled."""
     gpu.bytes(workspace, 512)[:] = POISON
-    (requests, heads, tokens, dim), (_, kv_heads, page, value_dim) = operation.q.dim, operation.v.dim
-    read = lambda tensor, shape: gpu.array(addresses[tensor.get_uid()], shape, tensor.data_type)
+    requests, heads, tokens, dim = operation.q.dim
+    _, kv_heads, page, value_dim = operation.v.dim
+
+    def read(tensor: Tensor, shape: tuple[int, ...]) -> np.ndarray:
+        return gpu.array(addresses[tensor.get_uid()], shape, tensor.data_type)
 
     def packed(tensor: Tensor, request: int, count: int, width: int) -> np.ndarray:
         """A request's tokens, [tokens or count, heads, width]; offsets [requests + 1] are in numbers."""

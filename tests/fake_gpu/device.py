@@ -142,8 +142,8 @@ class Gpu:
             raise Fault(f"{address:#x} is used after it was freed")
         if address - start + nbytes > block.size:
             raise Fault(
-                f"{nbytes} bytes at {address:#x}: {address - start + nbytes - block.size} behind the "
-                f"end of {block.size}"
+                f"{nbytes} bytes at {address:#x}: {address - start + nbytes - block.size} more than the {block.size} "
+                "of its block"
             )
         return block[address - start : address - start + nbytes]
 

@@ -186,7 +186,8 @@ def decode_attention(gpu: Gpu, shares: int, k: SimpleNamespace) -> None:
         gpu.array(address, (requests, count, dim), dtype).astype(np.float32)
         for address, count, dim in ((k.q, heads, k.DIM + k.SINKS), (k.k, k.KV_HEADS, k.DIM))
     )
-    query, sinks = query[..., : k.DIM], query[..., k.DIM :].reshape(requests, k.KV_HEADS, k.GROUP, k.SINKS)
+    sinks = query[..., k.DIM :].reshape(requests, k.KV_HEADS, k.GROUP, k.SINKS)
+    query = query[..., : k.DIM]
     value = gpu.array(k.v, (requests, k.KV_HEADS, k.VALUE_DIM), kind)
     out = gpu.array(k.out, (requests, heads, k.VALUE_DIM), kind)
     out[:] = 0
@@ -202,15 +203,15 @@ def decode_attention(gpu: Gpu, shares: int, k: SimpleNamespace) -> None:
         with_rope = [
             _with_rope(gpu, k, x[request : request + 1], at, is_key)[0] for x, is_key in ((query, False), (key, True))
         ]
-        held = []
+        cached = []
         for new, cache, dim in ((with_rope[1], k.k_cache, k.DIM), (value[request], k.v_cache, k.VALUE_DIM)):
             pages = [Page(gpu, k, cache, page, dim) for page in table[row, : position // k.PAGE + 1].tolist()]
             pages[-1].put(position % k.PAGE, new)
             # with a window of 0: all
             numbers = np.concatenate([page.get() for page in pages], axis=1)
-            held.append(numbers[:, : position + 1][:, -k.WINDOW :])
+            cached.append(numbers[:, : position + 1][:, -k.WINDOW :])
         scores = (
-            np.einsum("kgd,ktd->kgt", with_rope[0].astype(np.float32).reshape(k.KV_HEADS, k.GROUP, k.DIM), held[0])
+            np.einsum("kgd,ktd->kgt", with_rope[0].astype(np.float32).reshape(k.KV_HEADS, k.GROUP, k.DIM), cached[0])
             * k.scale
         )
         if k.SOFTCAP:
@@ -218,8 +219,8 @@ def decode_attention(gpu: Gpu, shares: int, k: SimpleNamespace) -> None:
             scores = cap * np.tanh(scores / cap)
         scores = np.concatenate([scores, sinks[request] * np.float32(np.log2(np.e))], axis=2)
         shares = np.exp2(scores - scores.max(axis=2, keepdims=True))
-        shares = (shares / shares.sum(axis=2, keepdims=True))[:, :, : held[1].shape[1]]
-        out[request] = np.einsum("kgt,ktd->kgd", shares, held[1]).reshape(heads, k.VALUE_DIM)
+        shares = (shares / shares.sum(axis=2, keepdims=True))[:, :, : cached[1].shape[1]]
+        out[request] = np.einsum("kgt,ktd->kgd", shares, cached[1]).reshape(heads, k.VALUE_DIM)
 
 
 def advance(gpu: Gpu, count: int, k: SimpleNamespace) -> None:
@@ -337,11 +338,11 @@ def words(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
 
 def _exchange(gpu: Gpu, k: SimpleNamespace, phase: int, launch: int) -> None:
     """Raise this rank's flags of one block; go on once all others have raised theirs."""
-    flags = gpu.array(k.peers, (4, k.WORLD), "u8")[1].tolist()
-    raised = lambda rank: gpu.array(flags[rank], (2, k.WORLD, 128), "u4")[phase, :, 0]
+    addresses = gpu.array(k.peers, (4, k.WORLD), "u8")[1].tolist()
+    flags = [gpu.array(address, (2, k.WORLD, 128), "u4")[phase, :, 0] for address in addresses]
     for rank in range(k.WORLD):
-        raised(rank)[k.rank] = launch
-    if (raised(k.rank).astype(np.int64) < launch).any() and not gpu.host(k.lost, 4).view("u4")[0]:
+        flags[rank][k.rank] = launch
+    if (flags[k.rank].astype(np.int64) < launch).any() and not gpu.host(k.lost, 4).view("u4")[0]:
         raise Waits
 
 
@@ -404,13 +405,13 @@ def all_reduce(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
             tables[other][k.rank, 0] = k.values
         _exchange(gpu, k, 0, launch)
         _empty(gpu, k, launch)
-        place = lambda sender: _place(gpu, k, k.rank, sender, launch, own_part.stop - own_part.start)
-        _accumulate(
-            mine[own_part], [mine[own_part] if rank == k.rank else place(rank) for rank in range(k.WORLD)], kind
-        )
+        units = own_part.stop - own_part.start
+        terms = {rank: _place(gpu, k, k.rank, rank, launch, units) for rank in other_ranks}
+        terms[k.rank] = mine[own_part]
+        _accumulate(mine[own_part], [terms[rank] for rank in range(k.WORLD)], kind)
         for other in other_ranks:
-            there = int(tables[k.rank][other, 0])
-            gpu.bytes(there, k.units * 16).reshape(-1, 16)[own_part] = mine[own_part]
+            values = gpu.bytes(int(tables[k.rank][other, 0]), k.units * 16)
+            values.reshape(-1, 16)[own_part] = mine[own_part]
         gpu.sums.add((k.rank, launch))
     _exchange(gpu, k, 1, launch)
     gpu.sums.discard((k.rank, launch))
@@ -651,15 +652,15 @@ def state_mixer(gpu: Gpu, blocks: int, k: SimpleNamespace, name: str) -> None:
             continue
         position = int(_integers(gpu, k.positions, k.WIDE, low + 1)[low])
         place = gpu.array(k.states, (row + 1, *state), "f4")[row]
-        held = place[None] * 1 if position else np.zeros((1, *state), np.float32)
+        past = place[None] * 1 if position else np.zeros((1, *state), np.float32)
         out = gpu.array(k.out, (high, width), element)
         for token in range(low, high):
             inputs = {
                 name: gpu.array(getattr(k, name), (high, size), element)[token : token + 1]
                 for name, size in sizes.items()
             }
-            (out[token],), held = spec.advance(inputs, held)
-        place[:] = held[0]
+            (out[token],), past = spec.advance(inputs, past)
+        place[:] = past[0]
 
 
 KERNELS: dict[str, Callable] = {
@@ -680,7 +681,7 @@ KERNELS: dict[str, Callable] = {
     "sort_by_expert": sort_by_expert,
 }
 for _unit in (2, 16):
-    KERNELS[f"write_cache_{_unit}"] = lambda gpu, tokens, k, unit=_unit: write_cache(gpu, tokens, k, unit)
+    KERNELS[f"write_cache_{_unit}"] = functools.partial(write_cache, unit=_unit)
 for _name in re.findall(r"^GEMV\((\w+)", (files("lockstep_gpu.kernels") / "small_weights.cu").read_text(), re.M):
     _bits, _outputs, _, _max_rows = map(int, _name.split("_")[1:])
     KERNELS[_name] = functools.partial(gemv, bits=_bits, outputs=_outputs, max_rows=_max_rows)
@@ -693,7 +694,7 @@ for _pair in (1, 2):
     for _split in (1, 2, 4):
         KERNELS[f"wgmma_fp8_{_pair}_{_split}"] = functools.partial(wgmma_fp8, pair=_pair, split=_split)
 for _bits in (4, 8):
-    KERNELS[f"dequantize_{_bits}"] = lambda gpu, blocks, k, bits=_bits: dequantize(gpu, blocks, k, bits)
+    KERNELS[f"dequantize_{_bits}"] = functools.partial(dequantize, bits=_bits)
 for _source in ("expert_products.cu", "expert_small_weights.cu"):
     _text = (files("lockstep_gpu.kernels") / _source).read_text()
     for _name, _form in re.findall(r"^EXPERTS\((\w+),(.*)\)", _text, re.M):

@@ -57,7 +57,7 @@ class Engine:
         return False
 
     def create_execution_context(self, strategy=None):
-        """Without a strategy, in memory of its own."""
+        """Without a strategy, the context allocates its own memory."""
         return Context(self, strategy is None)
 
 
@@ -70,8 +70,8 @@ class Context:
         self.ready = False
         self.allocator = None
         self.shapes: dict[str, tuple[int, ...]] = {}
-        # Dies with the context, no sooner: the collector leaves references to what it does not track alone until
-        # finalizers have run, and an executor's waits for its streams.
+        # Dies with the context and no sooner. The collector clears weak references before it runs finalizers, one of
+        # which waits for streams, but not those to objects that it does not track, such as an array.
         self._life = np.empty(0)
         self.addresses: dict[str, int] = {}
         self.memory = None if own_memory else (0, 0)  # address, size
@@ -92,9 +92,13 @@ class Context:
         """Of outputs too, once their dimensions are known from inputs."""
         if self.engine.get_tensor_mode(name) == MODES.INPUT:
             return self.shapes.get(name, self.engine.get_tensor_shape(name))
-        dims = lambda tensor: self.engine.values[tensor].type.tensor_type.shape.dim
-        sizes = {dim.dim_param: size for name, shape in self.shapes.items() for dim, size in zip(dims(name), shape)}
-        return tuple(sizes.get(dim.dim_param, -1) if dim.dim_param else dim.dim_value for dim in dims(name))
+        sizes = {}
+        for tensor, shape in self.shapes.items():
+            sizes |= {dim.dim_param: size for dim, size in zip(self._dims(tensor), shape)}
+        return tuple(sizes.get(dim.dim_param, -1) if dim.dim_param else dim.dim_value for dim in self._dims(name))
+
+    def _dims(self, name):
+        return self.engine.values[name].type.tensor_type.shape.dim
 
     def get_tensor_address(self, name):
         return self.addresses.get(name, 0)
@@ -129,7 +133,9 @@ class Context:
         memory = self.memory
         allocator = self.allocator
         kinds = {KINDS.FLOAT: "f4", KINDS.HALF: "f2", KINDS.INT32: "i4", KINDS.INT64: "i8", KINDS.INT8: "i1"}
-        dtype = lambda name: kinds[engine.get_tensor_dtype(name)]
+
+        def dtype(name: str) -> str:
+            return kinds[engine.get_tensor_dtype(name)]
 
         def run() -> None:
             if captured and (life() is None or last != shapes):

@@ -63,27 +63,27 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return made("1", tmp_path_factory)
+    return make_demo("1", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def demo_bf16(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return made("bf16", tmp_path_factory, ("bf16",))
+    return make_demo("bf16", tmp_path_factory, ("bf16",))
 
 
 @pytest.fixture(scope="session")
 def demo_of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return made("2", tmp_path_factory, extra=RANKS)
+    return make_demo("2", tmp_path_factory, extra=RANKS)
 
 
 @pytest.fixture(scope="session")
 def demo_with_adapters(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return made("adapters", tmp_path_factory, extra=ADAPTERS)
+    return make_demo("adapters", tmp_path_factory, extra=ADAPTERS)
 
 
 @pytest.fixture(scope="session")
 def quantized_demo(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return made("quantized", tmp_path_factory, ("w8a16", "w4a16", "w8a8-fp8"), QUANTIZED)
+    return make_demo("quantized", tmp_path_factory, ("w8a16", "w4a16", "w8a8-fp8"), QUANTIZED)
 
 
 @pytest.fixture(scope="session")
@@ -109,10 +109,10 @@ def _run(*arguments: str) -> None:
     subprocess.run([sys.executable, *arguments], cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}, check=True)
 
 
-def made(
+def make_demo(
     name: str, tmp_path_factory: pytest.TempPathFactory, precisions: tuple[str, ...] = ("fp32", "fp16"), extra: str = ""
 ) -> Results:
-    """Checkpoint, weights and graphs of the demo. more: of the config, for the model."""
+    """Return checkpoint, weights and graphs of the demo. extra: lines of the config, for the model."""
     demos = os.environ.get("LOCKSTEP_DEMOS")
     folder = Path(demos) / name if demos else tmp_path_factory.mktemp("demo")
     results = Results(folder / "results")

@@ -56,7 +56,9 @@ def test_logits_are_those_of_peft(models):
 def test_tokens_of_several_adapters_in_one_batch_are_those_of_onnx_runtime(models):
     reference, model, precision, *_, assembly, _ = models
     tokenizer = Tokenizer.open(assembly)
-    requests = [Request(tokenizer.encode(text), 12, adapter=name) for text in PROMPTS for name in NAMES]
+    requests = []
+    for text in PROMPTS:
+        requests += [Request(tokenizer.encode(text), 12, adapter=name) for name in NAMES]
     results = []
     for item in (reference, model):
         item.warm_up()

@@ -1,6 +1,8 @@
-"""Lockstep's kernels on a GPU: what they write, and that they write nothing else."""
+"""Lockstep's kernels on a GPU: they write the right numbers, and nothing else."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ import pytest
 from fp8_pages import heads_of, pages_of
 from lockstep.step.sampling import Sampling
 from lockstep_gpu.logits_tables import MASKED
-from next_token_cases import CASES, SAMPLING, ProcessedMix, check_draws, record, rows_of
+from next_token_cases import CASES, SAMPLING, ProcessedMix, check_draws, logits_of_ranks, record, rows_of
 
 # Other types of the same code: `make test` runs these tests on a fake GPU (tests/unit/gpu/test_gpu_tests.py).
 long = pytest.mark.long
@@ -129,7 +131,10 @@ class Rows:
         self.spec = spec
         random = np.random.default_rng(0)
         self.pages_per_row = pages_per_row
-        normal = lambda *shape, of=spec.dtype: np.asarray(random.standard_normal(shape, np.float32), numbers(of))
+
+        def normal(*shape: int, of: str = spec.dtype) -> np.ndarray:
+            return np.asarray(random.standard_normal(shape, np.float32), numbers(of))
+
         self.query = normal(rows, spec.heads, spec.head_dim + spec.sinks, of=spec.query_dtype)
         self.key = normal(rows, spec.kv_heads, spec.head_dim, of=spec.query_dtype)
         self.query[:, :, spec.head_dim :] *= 3  # a sink may be larger than all scores, or next to nothing
@@ -145,11 +150,13 @@ class Rows:
         order = random.permutation(spec.head_dim)
         half = spec.head_dim // 2 - 2  # pairs; the rest stays alone
         self.partner = np.arange(spec.head_dim, dtype=np.int32)
-        self.partner[order[:half]], self.partner[order[half : 2 * half]] = order[half : 2 * half], order[:half]
+        first, second = order[: 2 * half].reshape(2, half)
+        self.partner[first] = second
+        self.partner[second] = first
         shape = (pages_per_row * PAGE, spec.head_dim)
         if spec.separate_rope:
-            self.partner = np.stack([np.stack([random.permutation(spec.head_dim) for _ in range(2)]) for _ in range(2)])
-            self.partner = self.partner.astype(np.int32)
+            permutations = np.stack([random.permutation(spec.head_dim) for _ in range(4)])
+            self.partner = permutations.reshape(2, 2, spec.head_dim).astype(np.int32)
             shape = (pages_per_row * PAGE, 2, spec.head_dim)
         self.own, self.other = (random.standard_normal(shape, np.float32) for _ in range(2))
 
@@ -174,8 +181,8 @@ class Rows:
         self, lengths: list[int], query: np.ndarray, caches: list[np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray]:
         """From queries with RoPE and caches with the new token: attention in float64 [rows, heads, value_dim], 0 for
-        rows of no length; and how much it may be off. The weights are rounded to the cache's type, and so is what comes
-        out. 1e-4: fp16 weights below the smallest normal number, and fp32 sums."""
+        rows of no length; and the largest allowed error. Weights and results are rounded to the cache's type. 1e-4 is
+        for fp16 weights below the smallest normal number, and fp32 sums."""
         spec = self.spec
         unit = {"float32": 2**-20, "float16": 2**-11, "bfloat16": 2**-8}[self.spec.dtype]
         out, allowed = (
@@ -281,8 +288,10 @@ def test_rows_that_decode_get_rope_and_are_cached_and_attended_to(monkeypatch, s
     scratch = Scratch([spec], count)
     tables = DeviceRopeTables(*(device.up(array) for array in (paged.own, paged.other, paged.partner)))
     query, key, value = (device.up(array) for array in (paged.query, paged.key, paged.value))
-    caches, rope_caches = ([device.up(cache) for cache in paged.caches(lengths[0])] for _ in range(2))
-    (keys, values), (rope_keys, rope_values) = caches, rope_caches
+    caches = [device.up(cache) for cache in paged.caches(lengths[0])]
+    rope_caches = [device.up(cache) for cache in paged.caches(lengths[0])]
+    keys, values = caches
+    rope_keys, rope_values = rope_caches
     rows = device.up(np.zeros(count, np.int32))
     positions = device.up(np.zeros(count, np.int64 if spec.wide else np.int32))
     table = device.up(paged.table)
@@ -378,16 +387,9 @@ def test_what_ranks_tell_of_their_logits_is_what_one_rank_finds(wide, dtype, ran
 
     device = OnDevice()
     kernels = Kernels(wide)
-    logits = np.random.default_rng(0).uniform(-5, 5, (9, ranks * columns)).astype(np.float32)
-    logits[0, [3, columns + 1]] = 9  # of two ranks
-    logits[1, [-1, -3]] = 9  # of one
-    logits[2] = -3
-    logits[3, -2] = np.nan
-    logits[4, 1] = np.inf
-    logits[5] = -np.inf
+    logits, slots = logits_of_ranks(ranks, columns)
     logits = logits.astype(numbers(dtype))
     integer = np.int64 if wide else np.int32
-    slots = np.array([8, 0, 1, 2, 3, 4, 5, -1, 6], np.int32)
     positions_held = (np.arange(9) % 7).astype(integer)
     limit = 7
     records = np.zeros((9, ranks, 2), np.float32)
@@ -397,18 +399,23 @@ def test_what_ranks_tell_of_their_logits_is_what_one_rank_finds(wide, dtype, ran
         record = device.up(np.zeros((9, 2), np.float32))
         kernels.largest(device.stream, part, rank * columns, row_slots, record)
         records[:, rank] = device.down(record)
-    outs = [[device.up(np.full(9, 77, kind)) for kind in (np.int32, integer, integer)] for _ in range(2)]
-    stream, (argmaxes, tokens, positions) = device.stream, outs[0]
-    kernels.choose(stream, device.up(records.reshape(9, -1)), row_slots, lengths, limit, argmaxes, tokens, positions)
+
+    def outputs() -> list[Any]:
+        return [device.up(np.full(9, 77, kind)) for kind in (np.int32, integer, integer)]
+
+    of_ranks = outputs()
+    of_one = outputs()
+    stream = device.stream
+    kernels.choose(stream, device.up(records.reshape(9, -1)), row_slots, lengths, limit, *of_ranks)
     inputs = lengths, lengths, device.up(np.zeros(9, SAMPLING)), LogitsTables(9, logits.shape[1]).arrays
-    kernels.advance(stream, device.up(logits), row_slots, lengths, limit, *inputs, *outs[1])
-    first, second = ([device.down(array).tolist() for array in out] for out in outs)
-    assert first == second
+    kernels.advance(stream, device.up(logits), row_slots, lengths, limit, *inputs, *of_one)
+    first = [device.down(array).tolist() for array in of_ranks]
+    assert first == [device.down(array).tolist() for array in of_one]
     assert first[0][8] == 3 and first[0][0] == ranks * columns - 3 and first[0][2:5] == [-1, -1, -1]
 
 
 class Drawing:
-    """Rows of logits on the device, row i of slot i, and what the kernel finds of them."""
+    """Rows of logits on the device, row i of slot i, and the tokens that the kernel draws."""
 
     def __init__(self, logits: np.ndarray, dtype: str, records: np.ndarray, positions: np.ndarray):
         from lockstep_gpu.kernels.step_kernels import Kernels
@@ -420,7 +427,8 @@ class Drawing:
         self._rows = self.device.up(np.arange(len(logits), dtype=np.int32))
         self.count = len(logits)
         self.limit = int(positions.max()) + 1
-        self._kernels, zeros = Kernels(False), np.zeros(self.count, np.int32)
+        self._kernels = Kernels(False)
+        zeros = np.zeros(self.count, np.int32)
         slots = np.arange(self.count, dtype=np.int32)
         input_positions = (positions - 1).astype(np.int32)
         self._logits, self._slots, self._held = (
@@ -573,12 +581,13 @@ def test_rows_of_experts_have_the_same_bits_in_tiles_of_any_size(monkeypatch, fo
     "sizes",
     [((80, 80), 48), ((48,), 80), ((4, 24, 24), 48), ((48,), 24), ((288,), 64), ((12, 1, 96, 96), 768)],
     ids=str,
-)  # the last: a router and a gate beside an expert (Qwen3-Next)
+)  # the last: a router, a gate and an expert (Qwen3-Next)
 def test_products_of_few_columns_have_the_same_bits_for_any_number_of_rows(sizes, dtype):
     """Of numbers that nearly cancel each other, whose sums another order would change."""
     from lockstep_gpu.kernels.gemm import Gemm, trial_factors
 
-    device, (outs, columns) = OnDevice(), sizes
+    device = OnDevice()
+    outs, columns = sizes
     weight, x = (np.resize(item, (300, columns)) for item in trial_factors(columns, numbers(dtype)))
     results = [device.up(np.zeros((len(x), size), numbers(dtype))) for size in outs]
     multiply = Gemm(device.stream, numbers(dtype)).bind(device.up(weight[: sum(outs)]), device.up(x), results)

@@ -1,4 +1,4 @@
-"""Products of e4m3 numbers on a GPU: by the kernel of few rows, by that of tiles, by cuBLAS."""
+"""Products of e4m3 numbers on a GPU: by the kernel for up to 16 rows, by that of tiles, by cuBLAS."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_products_of_e4m3_for_any_number_of_rows(sizes, in_features):
     scale = np.outer(steps, scales)
     expected = (x.astype(np.float64) @ weight.astype(np.float64).T) * scale
     magnitudes = np.abs(x.astype(np.float32)) @ np.abs(weight.astype(np.float32)).T * scale
-    # what comes out is rounded to fp16, and the tensor cores keep 13 bits after the largest of what they add
+    # Results are rounded to fp16, and tensor cores keep 13 bits after the largest of their terms.
     allowed = 2.0**-11 * np.abs(expected) + 2.0**-12 * magnitudes
     for rows in (1, 9, 17, 33, 64, 65, 100, 128, 129, ROWS):
         for out in outs:
@@ -49,5 +49,5 @@ def test_products_of_e4m3_for_any_number_of_rows(sizes, in_features):
         multiply(rows)
         actual = np.concatenate([device.down(out) for out in outs], axis=1)
         error = np.abs(actual[:rows].astype(np.float64) - expected[:rows])
-        assert (error <= allowed[:rows]).all(), f"{rows} rows: {np.nanmax(error / allowed[:rows])} of what is allowed"
+        assert (error <= allowed[:rows]).all(), f"{rows} rows: {np.nanmax(error / allowed[:rows])} times the limit"
         assert (actual[rows:] == 7).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -32,16 +33,17 @@ LIMITS = {"max_batch_size": 12, "max_num_tokens": 128, "max_seq_len": 256}
 TOLERANCE = {"w8a16": 0.1, "w4a16": 0.1, "w8a8-fp8": 3.0}  # e4m3: activations become another number; 1.4 is seen
 
 
-@pytest.mark.parametrize(
-    "dtype, bits, group, outs, columns",
-    [
-        pytest.param(dtype, *form, *shape, marks=[pytest.mark.long] * (form not in FORMS[::2] and shape != SHAPES[1]))
-        for dtype, shapes in (("float16", SHAPES), ("bfloat16", SHAPES[1::2]))
-        for form in FORMS
-        for shape in shapes
-        if not form[1] or shape[1] % form[1] == 0  # a whole number of groups
-    ],
-)
+PRODUCTS = []
+for dtype, form, shape in itertools.product(("float16", "bfloat16"), FORMS, SHAPES):
+    if dtype == "bfloat16" and shape not in SHAPES[1::2]:
+        continue
+    if form[1] and shape[1] % form[1]:  # no whole number of groups
+        continue
+    is_long = form not in FORMS[::2] and shape != SHAPES[1]
+    PRODUCTS.append(pytest.param(dtype, *form, *shape, marks=[pytest.mark.long] * is_long))
+
+
+@pytest.mark.parametrize("dtype, bits, group, outs, columns", PRODUCTS)
 def test_products_are_those_of_numpy(dtype, bits, group, outs, columns):
     from lockstep_gpu import cuda
     from lockstep_gpu.kernels.products import Products, SmallWeight
@@ -90,15 +92,15 @@ def test_products_are_those_of_numpy(dtype, bits, group, outs, columns):
         start = 0
         largest = np.abs(expected).max()
         for array, size in zip(actual, outs):
-            held = np.empty(array.shape, kind)
-            stream.download(held, array)
+            products_of_weight = np.empty(array.shape, kind)
+            stream.download(products_of_weight, array)
             stream.synchronize()
-            error = np.abs(held[:rows].astype(np.float32) - expected[:, start : start + size]).max()
+            error = np.abs(products_of_weight[:rows].astype(np.float32) - expected[:, start : start + size]).max()
             # Weights may be rounded to 16 bits with their scale, sums are fp32 in another order, results have 16 bits.
             assert error <= (2e-3 if dtype == "float16" else 8e-3) * largest, (rows, size, error, largest)
-            assert (held[rows] == 7).all()  # nothing is written behind
+            assert (products_of_weight[rows] == 7).all()  # nothing is written after the rows
             start += size
-            first_rows.append((size, held[:5].tobytes()))
+            first_rows.append((size, products_of_weight[:5].tobytes()))
     if bits == 16 or (group and dtype == "bfloat16"):  # a row has the same bits in any company
         assert len(set(first_rows)) == len(set(outs))
 

@@ -53,9 +53,10 @@ def test_sums_are_those_of_numpy_to_the_bit(
     ranks = [Device.get(rank) for rank in range(world)]
     counts = (8, 4096, 24, 16 * 4096, 520, 300 * 1000)
     exchanges = all_reduce.connect(ranks, max(counts) * kind.itemsize + 16, 16)
-    hosts = {count: [values(count, kind, rank) for rank in range(world)] for count in counts}
+    hosts: dict[int, list[np.ndarray]] = {}
     arrays: dict[int, list[cuda.Array]] = {}
     for count in counts:
+        hosts[count] = [values(count, kind, rank) for rank in range(world)]
         arrays[count] = []
         for device, host in zip(ranks, hosts[count]):
             device.use()

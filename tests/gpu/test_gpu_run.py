@@ -101,7 +101,9 @@ def test_drafts_change_no_bit(demo, demo_bf16, tmp_path, backend, precision):
         Request(prompts[4], 30, sampling=Sampling(1.0, seed=3), n=2),
     ]
     plain = answers(model, requests)
-    recorded = {key: [token for token, *_ in answer] for key, answer in plain.items()}
+    recorded = {}
+    for key, answer in plain.items():
+        recorded[key] = [token for token, *_ in answer]
     for wrong_each in (1, 3, 10**9):
         speculation = Speculation(RecordedDrafter(recorded, wrong_each), 5)
         assert answers(model, requests, speculation) == plain

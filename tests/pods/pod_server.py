@@ -71,16 +71,16 @@ class Pod:
 class PodServer:
     """Use as a context. claims: folders by the claim's name. image: environment variables of the image.
 
-    made: all jobs that were ever made. refused: messages of rejected requests. asked: resources and verbs of all
+    jobs: all that were ever created. refused: messages of rejected requests. calls: resources and verbs of all
     calls, as a Role names them.
     """
 
     folder: Path
     claims: Mapping[str, Path]
     image: Mapping[str, str]
-    made: list[dict[str, Any]] = field(default_factory=list)
+    jobs: list[dict[str, Any]] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
-    asked: set[tuple[str, str]] = field(default_factory=set)
+    calls: set[tuple[str, str]] = field(default_factory=set)
     secrets: dict[str, dict[str, str]] = field(default_factory=dict)
     pods: dict[str, Pod] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -144,7 +144,7 @@ class PodServer:
             return self._refuse(404, f"{method} {path}: no such thing here")
         kind, name, part = match.groups()
         verb = {"POST": "create", "DELETE": "delete", "GET": "get" if name else "list"}[method]
-        self.asked.add((f"{kind}{part or ''}", verb))
+        self.calls.add((f"{kind}{part or ''}", verb))
         if method == "POST":
             return self._make(kind, body)
         if kind == "secrets":
@@ -182,7 +182,7 @@ class PodServer:
         for device, count in resources["requests"].items():
             if "/" in device and resources.get("limits", {}).get(device) != count:
                 return self._refuse(422, f"{device}: limit must be set for non overcommitable resources")
-        self.made.append(body)
+        self.jobs.append(body)
         self.pods[name] = self._start(body)
         return 201, body
 

@@ -53,17 +53,15 @@ def test_a_file_is_valid(path: Path, version: str) -> None:
 def test_what_kustomize_makes_is_valid(folder: Path, version: str) -> None:
     documents = kustomize(folder)
     assert len(validate(documents, version)) >= 3
-    images = {
-        container["image"]
-        for document in documents
-        if document["kind"] in ("Deployment", "Job")
-        for container in document["spec"]["template"]["spec"]["containers"]
-    }
+    images = set()
+    for document in documents:
+        if document["kind"] in ("Deployment", "Job"):
+            images |= {container["image"] for container in document["spec"]["template"]["spec"]["containers"]}
     assert all(image.endswith(":0.3.0") for image in images) and images
 
 
 def test_the_compose_file_is_valid_and_a_misspelt_one_is_not() -> None:
-    package = importlib.util.find_spec("check_jsonschema")  # whose file alone is read: it needs what is not installed
+    package = importlib.util.find_spec("check_jsonschema")  # not imported, for its dependencies are not installed
     assert package is not None and package.origin is not None
     schema = json.loads((Path(package.origin).parent / "builtin_schemas/vendor/compose-spec.json").read_text())
     compose = yaml.safe_load((REPOSITORY / "examples" / "compose.yaml").read_text())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
@@ -49,7 +50,7 @@ class Cluster:
 
     def rules(self) -> list[str]:
         """The rule of each job that a pod was made for."""
-        return [re.findall(r"--allowed-rules (\w+)", container(job)["args"][1])[0] for job in self.server.made]
+        return [re.findall(r"--allowed-rules (\w+)", container(job)["args"][1])[0] for job in self.server.jobs]
 
 
 # All but what runs where Snakemake runs: config, summary.
@@ -99,7 +100,7 @@ def test_each_pod_asks_for_what_its_job_takes(cluster: Cluster) -> None:
     """Limits next to requests, no GPU for a backend without one, and at most the CPUs that the profile allows."""
     ran = cluster.run("--until", "build")
     assert ran.returncode == 0, failure(ran)
-    resources = dict(zip(cluster.rules(), [container(job)["resources"] for job in cluster.server.made]))
+    resources = dict(zip(cluster.rules(), [container(job)["resources"] for job in cluster.server.jobs]))
     assert resources["build"]["limits"]["nvidia.com/gpu"] == resources["build"]["requests"]["nvidia.com/gpu"] == "0"
     for request in resources.values():
         assert request["limits"]["memory"] == request["requests"]["memory"]
@@ -128,9 +129,10 @@ def test_a_mistake_of_the_user_ends_with_its_line_and_exit_code_1(cluster: Clust
     assert "lockstep: error: resources/demo-llama/tokenizer.json" in output
     parts = yaml.safe_load_all((MANIFESTS / "workflow" / "rights.yaml").read_text())
     (role,) = [part for part in parts if part["kind"] == "Role"]
-    assert cluster.server.asked == {
-        (resource, verb) for rule in role["rules"] for resource in rule["resources"] for verb in rule["verbs"]
-    }
+    allowed: set[tuple[str, str]] = set()
+    for rule in role["rules"]:
+        allowed |= {*itertools.product(rule["resources"], rule["verbs"])}
+    assert cluster.server.calls == allowed
 
 
 def test_without_the_plugin_one_line_says_what_to_install(cluster: Cluster) -> None:

@@ -143,7 +143,11 @@ class Cluster:
         """Of each job that has ended, in that order: JobId, JobState, NodeList and others."""
         path = self.folder / "jobs.txt"
         lines = path.read_text().splitlines() if path.is_file() else []
-        return [dict(part.partition("=")[::2] for part in line.split(" ") if "=" in part) for line in lines]
+        jobs = []
+        for line in lines:
+            parts = [part.partition("=") for part in line.split(" ") if "=" in part]
+            jobs.append({name: value for name, _, value in parts})
+        return jobs
 
     def cancel_all(self) -> None:
         """Cancel all jobs, and wait for their end."""

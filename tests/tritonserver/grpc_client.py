@@ -1,5 +1,5 @@
-"""What tritonclient gets from Triton over gRPC: `python grpc_client.py PORT` prints it as JSON. With `cancel` behind
-it: streams of the ensemble that are cancelled, nothing else. Runs in the environment of envs/triton.txt."""
+"""tritonclient against Triton over gRPC: `python grpc_client.py PORT` prints the answers as JSON. With `cancel` as its
+second argument it only cancels streams of the ensemble. Runs in the environment of envs/triton.txt."""
 
 from __future__ import annotations
 
@@ -91,22 +91,22 @@ if sys.argv[2:] == ["cancel"]:  # at once, and after each of the first pieces
         client.stop_stream(cancel_requests=True)
     sys.exit()
 stream = Streamed(client)
-found: dict[str, Any] = {}
+answers: dict[str, Any] = {}
 stream.ask("ensemble", {**TEXT, "exclude_input_in_output": YES}, "whole")
-found["whole_text"] = texts(stream.all(1))
+answers["whole_text"] = texts(stream.all(1))
 stream.ask("ensemble", {**TEXT, "stream": YES}, "a")
 pieces = stream.all(1)
-found["streamed_text"] = texts(pieces)
-found["num_pieces"] = len(pieces)
-whole = core(client, 24, exclude_input_in_output=YES)
-stream.ask("tensorrt_llm", whole, "b")
-found["whole_ids"] = ids(stream.all(1))
-stream.ask("tensorrt_llm", {**whole, "streaming": YES}, "c")
-found["streamed_ids"] = ids(stream.all(1))
-# A batch of two prompts, whole: a response each, with its number.
-stream.ask("tensorrt_llm", {name: np.concatenate([value, value]) for name, value in whole.items()}, "batch")
+answers["streamed_text"] = texts(pieces)
+answers["num_pieces"] = len(pieces)
+inputs = core(client, 24, exclude_input_in_output=YES)
+stream.ask("tensorrt_llm", inputs, "b")
+answers["whole_ids"] = ids(stream.all(1))
+stream.ask("tensorrt_llm", {**inputs, "streaming": YES}, "c")
+answers["streamed_ids"] = ids(stream.all(1))
+# A batch of two prompts, not streamed: a response each, with its number.
+stream.ask("tensorrt_llm", {name: np.concatenate([value, value]) for name, value in inputs.items()}, "batch")
 batch = [result for result in stream.all(1) if result.as_numpy("output_ids") is not None]
-found["batch"] = sorted([int(result.as_numpy("batch_index").item()), ids([result])] for result in batch)
+answers["batch"] = sorted([int(result.as_numpy("batch_index").item()), ids([result])] for result in batch)
 # Stopped by another request of its id, after 200 ms as its client's --stop-after-ms has it, or sooner.
 long = core(client, 230, streaming=YES)
 stop = {"input_ids": np.ones([1, 1], np.int32), "input_lengths": np.ones([1, 1], np.int32)}
@@ -114,21 +114,21 @@ stop |= {"request_output_len": np.array([[1]], np.int32), "stop": YES}
 stream.ask("tensorrt_llm", long, "stopped")
 first = stream.next()
 stream.ask("tensorrt_llm", stop, "stopped")
-found["stopped"] = len(ids([first, *stream.all(2)]))
+answers["stopped"] = len(ids([first, *stream.all(2)]))
 # Of the last one a prompt of two is wrong: Triton could not end if the other ran.
-both = {name: np.concatenate([value, value]) for name, value in {**TEXT, "stream": YES}.items()}
+two_prompts = {name: np.concatenate([value, value]) for name, value in {**TEXT, "stream": YES}.items()}
 for model, wrong in (
-    ("tensorrt_llm", {**whole, "lora_task_id": np.array([[3]], np.uint64)}),
-    ("tensorrt_llm", {**whole, "beam_width": np.array([[2]], np.int32)}),
-    ("ensemble", {**both, "max_tokens": np.array([[230], [0]], np.int32)}),
+    ("tensorrt_llm", {**inputs, "lora_task_id": np.array([[3]], np.uint64)}),
+    ("tensorrt_llm", {**inputs, "beam_width": np.array([[2]], np.int32)}),
+    ("ensemble", {**two_prompts, "max_tokens": np.array([[230], [0]], np.int32)}),
 ):
     stream.ask(model, wrong, "wrong")
     _, error = stream.queue.get(timeout=60)
-    found.setdefault("errors", []).append(str(error))
+    answers.setdefault("errors", []).append(str(error))
     time.sleep(0.2)
     while not stream.queue.empty():
         stream.queue.get()
 stream.ask("tensorrt_llm", long, "cancelled")
 stream.next()
 client.stop_stream(cancel_requests=True)
-print(json.dumps(found))
+print(json.dumps(answers))

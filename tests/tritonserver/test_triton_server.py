@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import os
 import signal
@@ -94,7 +95,7 @@ def test_curl(triton: TritonServer, model: str) -> None:
 
 def test_log_probs_and_seeds_reach_the_server(triton: TritonServer) -> None:
     options = {**CURL, "return_log_probs": True, "top_k": 5, "temperature": 2.0}
-    answers = [triton.generate(model, **options, seed=seed) for model in TEXT for seed in (7, 8)]
+    answers = [triton.generate(model, **options, seed=seed) for model, seed in itertools.product(TEXT, (7, 8))]
     assert answers[0]["text_output"] == answers[2]["text_output"] != answers[1]["text_output"]
     assert answers[0]["cum_log_probs"] == pytest.approx(sum(answers[0]["output_log_probs"]), abs=1e-3)
     assert answers[0]["cum_log_probs"] < 0
@@ -148,7 +149,11 @@ def test_metrics_of_the_server_behind(triton: TritonServer) -> None:
 
 def test_an_engine_that_is_killed_changes_no_text(triton: TritonServer) -> None:
     options = {**CURL, "max_tokens": 200, "end_id": -1, "stream": True}
-    full = {model: "".join(event["text_output"] for event in triton.events(model, **options)) for model in TEXT}
+
+    def text(events: list[dict[str, Any]]) -> str:
+        return "".join(event["text_output"] for event in events)
+
+    full = {model: text(triton.events(model, **options)) for model in TEXT}
     before = triton.backing("/health")["restarts"]
     with ThreadPoolExecutor(4) as threads:
         running = [(model, threads.submit(triton.events, model, **options)) for model in TEXT * 2]
@@ -156,7 +161,7 @@ def test_an_engine_that_is_killed_changes_no_text(triton: TritonServer) -> None:
             time.sleep(0.005)
         os.kill(engine_pid(triton), signal.SIGKILL)
         for model, answer in running:
-            assert "".join(event["text_output"] for event in answer.result(60)) == full[model]
+            assert text(answer.result(60)) == full[model]
     assert triton.backing("/health")["restarts"] == before + 1
 
 

@@ -109,7 +109,8 @@ def test_the_warm_up_loads_products_of_every_size(shared, gpu, tmp_path):
     model = Model.open(engines, results.assembly("model", "w8a16"), results.weights("model", "w8a16"), 2)
     model.warm_up()
     largest = model.max_num_tokens + model.max_batch_size
-    assert all(any(rows in gpu.product_rows for rows in range(n, n + 32)) for n in range(33, largest - 31))
+    for first in range(33, largest - 31):
+        assert gpu.product_rows & set(range(first, first + 32))
 
 
 def test_requests_are_served_as_ever(shared, gpu, tmp_path):
@@ -256,7 +257,7 @@ def test_rows_of_experts_have_the_bits_that_they_have_alone(shared, gpu, tmp_pat
     inputs = [io for io in engine_class.signature.inputs if io.name not in weights]
     rows = {io.name: random.standard_normal((70, *feeds[io.name].shape[1:])).astype(io.dtype) for io in inputs}
 
-    def given(low: int, high: int) -> dict[str, np.ndarray]:
+    def feeds_of(low: int, high: int) -> dict[str, np.ndarray]:
         return {name: np.arange(high - low) if name == "logit_rows" else rows[name][low:high] for name in rows}
 
     from lockstep_gpu.backends.cuda.program import KernelsProgram  # which is bound to the fake GPU
@@ -266,13 +267,13 @@ def test_rows_of_experts_have_the_bits_that_they_have_alone(shared, gpu, tmp_pat
 
     def run(low: int, high: int) -> dict[str, np.ndarray]:
         likes = {io.name: np.empty((high - low, *io.sizes[1:]), np.float16) for io in engine_class.signature.outputs}
-        return engine.run_once(given(low, high), likes)
+        return engine.run_once(feeds_of(low, high), likes)
 
     together = run(0, 70)
     for low, high in ((0, 1), (69, 70), (20, 33)):
         for name, values in run(low, high).items():
             np.testing.assert_array_equal(values, together[name][low:high], err_msg=name)
-    for name, values in compute(model, {**given(0, 70), **weights}).items():
+    for name, values in compute(model, {**feeds_of(0, 70), **weights}).items():
         error = np.abs(together[name] - values.astype(np.float32)).max(axis=1) / np.abs(values).max()
         assert np.mean(error <= 1e-2) >= 0.95, name  # as `compiler` allows
 

@@ -40,13 +40,13 @@ def gpu() -> Iterator[fake_gpu.Gpu]:
 
 
 def open_model(
-    results: Results, folder: Path, first: str, others: Sequence[str] = (), max_bound: int | None = None
+    results: Results, folder: Path, first: str, more: Sequence[str] = (), max_bound: int | None = None
 ) -> Model:
     assembly = results.assembly("demo-llama", "fp16")
     engines = folder / "engines" / "engines.json"
     if not engines.is_file():
         build(assembly, "cuda", engines, SIZES)
-    files = [CheckpointFiles(name, str(assembly), str(results.weights(name, "fp16"))) for name in others]
+    files = [CheckpointFiles(name, str(assembly), str(results.weights(name, "fp16"))) for name in more]
     weights = results.weights(first, "fp16")
     return Model.open(engines, assembly, weights, 2, ModelOptions(**SIZES, others=files, max_bound=max_bound))
 

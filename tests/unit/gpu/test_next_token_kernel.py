@@ -13,7 +13,7 @@ import pytest
 from lockstep.step.logits_pipeline import most_likely, most_likely_of_shard
 from lockstep.step.sampling import Sampling
 from lockstep_gpu.logits_tables import LOGPROBS, MASKED, bits_of, count_tokens, read_logprobs
-from next_token_cases import CASES, SAMPLING, ProcessedMix, check_draws, record, rows_of
+from next_token_cases import CASES, SAMPLING, ProcessedMix, check_draws, logits_of_ranks, record, rows_of
 from some import some
 
 TESTS = Path(__file__).parents[2]
@@ -171,16 +171,7 @@ def test_rows_that_do_not_sample_or_are_not_finite_stand_beside_those_that_do(ke
 @pytest.mark.parametrize("columns", [5, 1700])  # fewer than a block's threads, more
 def test_what_ranks_tell_of_their_logits_is_what_one_rank_finds(kernel, ranks, columns):
     """Of equals the lowest id, within a rank and across; none for NaN and infinity; rows without a slot stay."""
-    random = np.random.default_rng(ranks)
-    logits = random.standard_normal((9, ranks * columns)).astype(np.float32)
-    logits[0, [3, columns + 1]] = 9  # of two ranks
-    logits[1, [-1, -3]] = 9  # of one
-    logits[2] = -3
-    logits[3, -2] = np.nan
-    logits[4, 1] = np.inf
-    logits[5] = -np.inf
-    logits[6, columns:] = -np.inf
-    slots = np.array([8, 0, 1, 2, 3, 4, 5, -1, 6], np.int32)
+    logits, slots = logits_of_ranks(ranks, columns)
     input_positions = np.arange(9, dtype=np.int64)
     records = np.full((9, ranks, 2), -7, np.int32)
     for rank in range(ranks):

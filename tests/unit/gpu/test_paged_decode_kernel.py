@@ -50,7 +50,7 @@ def address(array: np.ndarray) -> ctypes.c_void_p:
 
 # KV heads, query heads of each, sizes of keys and values, and what else is not as usual.
 @pytest.mark.parametrize(
-    "kv_heads, group, sizes, lengths, shares, more",
+    "kv_heads, group, sizes, lengths, shares, options",
     [
         (1, 4, (64, 64), (1, 63, 0, 65), 1, {}),
         (2, 4, (128, 128), (1, 63, 0, 64, 200), 1, {"fp8": True, "softcap": 2.0, "separate_rope": True}),
@@ -68,10 +68,10 @@ def address(array: np.ndarray) -> ctypes.c_void_p:
         pytest.param(1, 12, (80, 96), (1, 65, 200), 2, {"fp8": True}, marks=long),
     ],
 )
-def test_rows_attend_to_what_their_pages_hold(tmp_path, kv_heads, group, sizes, lengths, shares, more):
+def test_rows_attend_to_what_their_pages_hold(tmp_path, kv_heads, group, sizes, lengths, shares, options):
     """As on a GPU (tests/gpu/test_gpu_kernels.py): the cache after a row's tokens is NaN."""
     spec = SimpleNamespace(**decoding(group=group, kv_heads=kv_heads, dim=sizes[0], value_dim=sizes[1]))
-    vars(spec).update({"sinks": False, "fp8": False} | more)
+    vars(spec).update({"sinks": False, "fp8": False} | options)
     head_group = min(group, 4 if spec.head_dim > 128 else 8)
     values = {
         "KIND": int(spec.dtype == "float16"), "QK_KIND": int(spec.query_dtype == "float16"), "WIDE": 0,
@@ -83,9 +83,9 @@ def test_rows_attend_to_what_their_pages_hold(tmp_path, kv_heads, group, sizes, 
     file = "paged_decode.cu" if spec.dtype == "float16" else "float32_decode.cu"
     cached = "Cached" if spec.dtype == "float16" else "Bits"
     (tmp_path / "kernel.cpp").write_text(SOURCE.replace("FILE", file).replace("CACHED", cached))
-    options = ["-std=c++17", "-O1", "-w", "-fpermissive", "-shared", "-fPIC", "-Wl,-Bsymbolic"]
-    options += [f"-I{TESTS}", f"-I{KERNELS}", *(f"-D{name}={value}" for name, value in values.items())]
-    subprocess.run([COMPILER, *options, "kernel.cpp", "-o", "kernel.so"], cwd=tmp_path, check=True)
+    flags = ["-std=c++17", "-O1", "-w", "-fpermissive", "-shared", "-fPIC", "-Wl,-Bsymbolic"]
+    flags += [f"-I{TESTS}", f"-I{KERNELS}", *(f"-D{name}={value}" for name, value in values.items())]
+    subprocess.run([COMPILER, *flags, "kernel.cpp", "-o", "kernel.so"], cwd=tmp_path, check=True)
     count = len(lengths)
     paged = Rows(spec, count, -(-max(lengths) // PAGE))
     caches = paged.caches(lengths)

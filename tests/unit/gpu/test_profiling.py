@@ -1,4 +1,4 @@
-"""NVTX ranges: of the names that calls have, and only if they are asked for."""
+"""NVTX ranges: calls have them by name, and only if the user turns them on."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import shutil
 import subprocess
 from pathlib import Path
@@ -79,8 +80,7 @@ CASES = {"window": WINDOW, "rule": RULE, "mamba": MAMBA, "pieces": PIECES, "eigh
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [*((name, "float16") for name in CASES), *((name, dtype) for name in ("window", "rule") for dtype in OTHERS)],
+    ("name", "dtype"), [*((name, "float16") for name in CASES), *itertools.product(("window", "rule"), OTHERS)]
 )
 def test_states_go_on_from_chunk_to_chunk_with_the_bits_of_one(name, dtype, tmp_path):
     shapes = CASES[name]

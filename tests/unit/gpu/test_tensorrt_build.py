@@ -112,9 +112,10 @@ def test_prompts_come_in_ranges_between_the_rows_that_decode_and_the_limit(rows,
 def test_a_prompt_takes_the_profile_that_is_tuned_for_the_next_larger_size():
     limits = replace(LIMITS, max_batch_size=256, max_num_tokens=2048)
     results = [profile["rows"] for profile in profiles(BLOCK, limits)]
-    first = lambda tokens: next(best[0] for low, best, high in results if low[0] <= tokens <= high[0])
-    sizes = (1, 64, 100, 256, 257, 512, 513, 1024, 1025, 2048, 2304)
-    assert [first(tokens) for tokens in sizes] == [1, 64, 128, 256, 512, 512, 1024, 1024, 2048, 2048, 2048]
+    tuned = []
+    for tokens in (1, 64, 100, 256, 257, 512, 513, 1024, 1025, 2048, 2304):
+        tuned.append(next(best[0] for low, best, high in results if low[0] <= tokens <= high[0]))
+    assert tuned == [1, 64, 128, 256, 512, 512, 1024, 1024, 2048, 2048, 2048]
     assert len(results) == 8 + 2 + 1  # 8 of rows that decode
     assert len(profiles(graph("num_tokens, 4", "num_requests"), limits)) == 8  # an exit computes rows of requests
 
@@ -212,12 +213,14 @@ def layer(
     tactic="sm80_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize64x64x64",
     value="0x5f7e2a1b3c4d5e6f",
     source=("taken", HALF),
-    made=("out", HALF),
+    output=("out", HALF),
 ) -> dict:
-    tensor = lambda pair: {"Name": pair[0], "Location": "Device", "Dimensions": [-1, 16], "Format/Datatype": pair[1]}
+    def tensor(name: str, dtype: str) -> dict:
+        return {"Name": name, "Location": "Device", "Dimensions": [-1, 16], "Format/Datatype": dtype}
+
     return {
-        "Name": name, "LayerType": kind, "Inputs": [tensor(source), tensor(("weight", HALF))],
-        "Outputs": [tensor(made)], "TacticName": tactic, "TacticValue": value,
+        "Name": name, "LayerType": kind, "Inputs": [tensor(*source), tensor("weight", HALF)],
+        "Outputs": [tensor(*output)], "TacticName": tactic, "TacticValue": value,
     }  # fmt: skip
 
 
@@ -272,7 +275,7 @@ def test_a_fused_kernel_may_read_fp32_beside_its_product_but_not_compute_the_pro
 @pytest.mark.parametrize(("actual", "message"), [
     (layer(source=("taken", FLOAT)),
         "x.engine: layer product: tensor taken: expected float16 as in the graph, found Row major linear FP32"),
-    (layer(made=("out", "Float")), "layer product: tensor out: expected float16 as in the graph, found Float"),
+    (layer(output=("out", "Float")), "layer product: tensor out: expected float16 as in the graph, found Float"),
     (layer(source=("Reformatted Input Tensor 0 to product", FLOAT)),
         "layer product: expected a matrix product in float16 as in the graph, found tactic sm80_xmma"),
     (layer(tactic="ampere_sgemm_128x64_tn"),
@@ -318,7 +321,7 @@ def test_an_engine_without_layers_fails():
 
 
 def test_an_engine_whose_layers_tell_no_types_fails():
-    text = listing(layer(source=("taken", ""), made=("out", ""))).replace(HALF, "")
+    text = listing(layer(source=("taken", ""), output=("out", ""))).replace(HALF, "")
     with pytest.raises(CheckError, match="x.engine: expected the datatypes of tensors .*, found none in 1 layers"):
         check_precision(read_layers(text, "x.engine"), BLOCK, tensor_types(BLOCK), "x.engine")
 
@@ -334,7 +337,7 @@ def split_types(text: str) -> str:
 
 
 def test_types_are_read_from_listings_of_tensorrt_11_too():
-    right, wrong = (split_types(listing(layer(made=("out", dtype)))) for dtype in (HALF, FLOAT))
+    right, wrong = (split_types(listing(layer(output=("out", dtype)))) for dtype in (HALF, FLOAT))
     check_precision(read_layers(right, "x"), BLOCK, tensor_types(BLOCK), "x")
     with pytest.raises(CheckError, match="tensor out: expected float16 as in the graph, found Row major Float"):
         check_precision(read_layers(wrong, "x"), BLOCK, tensor_types(BLOCK), "x")
@@ -368,7 +371,7 @@ def test_what_the_graph_computes_in_fp32_may_be_fp32():
     for value in (model.graph.input[0], model.graph.input[2], model.graph.output[0]):
         value.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
     check_precision(
-        read(layer(tactic="ampere_sgemm_128x64_tn", source=("taken", FLOAT), made=("out", FLOAT))),
+        read(layer(tactic="ampere_sgemm_128x64_tn", source=("taken", FLOAT), output=("out", FLOAT))),
         model,
         tensor_types(model),
         "x",
@@ -386,10 +389,9 @@ def test_fingerprints_leave_out_pointers_and_keep_tactics():
     assert first == again and first[0].tactic.endswith("0x5f7e2a1b3c4d5e6f")
     assert fingerprint(read(layer(value="0x1111111111111111"))) != fingerprint(read(layer()))
     assert fingerprint(read(layer(source=("taken", FLOAT)))) != fingerprint(read(layer()))
-    hashed = lambda digit: fingerprint(
-        read(layer(tactic=f"__myl_AddCastMean_0xf2543c36ff9f104bbb1655b0183afb4{digit}"))
-    )
-    assert hashed(7) != hashed(8)  # of the fused operators: no address is that long
+    # A hash of the fused operators: no address is that long.
+    tactic = "__myl_AddCastMean_0xf2543c36ff9f104bbb1655b0183afb4"
+    assert fingerprint(read(layer(tactic=f"{tactic}7"))) != fingerprint(read(layer(tactic=f"{tactic}8")))
     assert fingerprint(read(layer(name="block_16x16_64"))) != fingerprint(read(layer(name="block_16x16_32")))
 
 
@@ -397,7 +399,7 @@ def test_fingerprints_leave_out_pointers_and_keep_tactics():
     (None, None), ("", None), (" -cask:fp16_acc=on  -peep:x=off", "-cask:fp16_acc=on -peep:x=off"),
 ])  # fmt: skip
 def test_flags_of_the_compiler_are_the_users_and_an_option_of_the_build(monkeypatch, set_by_user, recorded):
-    """TensorRT reads the variable, and what is there decides numbers."""
+    """TensorRT reads the variable, and its flags change results."""
     monkeypatch.delenv("__LUNOWUD", raising=False)
     if set_by_user is not None:
         monkeypatch.setenv("__LUNOWUD", set_by_user)
@@ -447,7 +449,7 @@ def test_what_is_refused_of_a_timing_cache_is_seen_when_it_is_read(monkeypatch, 
 
 
 def without_tensorrt(monkeypatch, **answers):
-    """Building with all but what TensorRT itself does; answers: {method of the library: what it gives}."""
+    """Building without TensorRT; answers: {method of the library: its return value}."""
     answers = {
         "create_timing_cache": object(),
         "build_plan": b"plan",
@@ -637,10 +639,8 @@ def test_an_engine_depends_on_name_capability_and_driver_alone():
 
 def cudnn(version=91900, **methods):
     module = ModuleType("cudnn")
-    module.backend_version = lambda: version
-    module.create_handle = object
-    module.destroy_handle = lambda handle: None
-    vars(module).update(methods)
+    defaults = {"backend_version": lambda: version, "create_handle": object, "destroy_handle": lambda handle: None}
+    vars(module).update(defaults | methods)
     return module
 
 
@@ -656,8 +656,8 @@ def raises(error):
     [
         (
             None,
-            ", found: import of cudnn halted; None in sys.modules; install what is missing, or build with "
-            "attention: traced",
+            ", found: import of cudnn halted; None in sys.modules; install "
+            "what is missing, or build with attention: traced",
         ),
         (
             cudnn(backend_version=raises(RuntimeError("Unable to find symbol cudnnGetVersion"))),
@@ -739,7 +739,7 @@ def test_without_nvrtc_no_engines_are_opened(monkeypatch):
     [([100, 150, 400, 120], 300), ([100, 400, CheckError("CUDA: cudaErrorIllegalAddress"), 900], None)],
 )
 def test_the_peak_is_what_was_used_at_most_and_none_where_cuda_failed(monkeypatch, capfd, used, actual):
-    """After a failure nothing is known of what was used, and the build says what failed."""
+    """After a failure the peak is unknown, and the build says what failed."""
     looked = threading.Event()
     answers = itertools.chain(used, itertools.repeat(used[-1]))
 

@@ -20,7 +20,7 @@ from lockstep_gpu.backends.tensorrt import compat
 FOLDER = Path(compat.__file__).parent
 LISTING = Path(__file__).parents[2] / "data" / "tensorrt_api.txt"
 LINES = [line.split() for line in LISTING.read_text().splitlines()]
-VERSIONS = [tuple(int(part) for part in version.split(".")[:2]) for version in LINES[0][1:]]
+VERSIONS = [tuple(map(int, version.split(".")[:2])) for version in LINES[0][1:]]
 IN_VERSIONS: dict[str, frozenset] = {}
 COUNTS: dict[tuple, set[int]] = {}  # (name, version): the numbers of arguments that it takes
 for marks, line in LINES[1:]:
@@ -28,7 +28,7 @@ for marks, line in LINES[1:]:
     versions = frozenset(version for version, mark in zip(VERSIONS, marks, strict=True) if mark == "x")
     IN_VERSIONS[name] = IN_VERSIONS.get(name, frozenset()) | versions
     if counts:
-        COUNTS |= {(name, version): {int(count) for count in counts.split(",")} for version in versions}
+        COUNTS |= {(name, version): set(map(int, counts.split(","))) for version in versions}
 MEMBERS = {name.partition(".")[2] for name in IN_VERSIONS if "." in name}
 
 
@@ -167,21 +167,16 @@ def test_the_listing_is_that_of_the_real_modules():
 def test_the_module_for_annotations_is_used_in_annotations_only():
     """`trt` is imported for type checkers: at run time there is `self.api`."""
     tree = ast.parse((FOLDER / "compat.py").read_text())
-    annotations = {
-        id(name)
-        for node in ast.walk(tree)
-        for part in (getattr(node, "annotation", None), getattr(node, "returns", None))
-        if part is not None
-        for name in ast.walk(part)
-    }
-    bound = {  # `trt: Any = self.api`, in the function that makes a class of the library's
-        id(name)
-        for function in ast.walk(tree)
-        if isinstance(function, ast.FunctionDef) and function.name == "logger"
-        for name in ast.walk(function)
-    }
+    allowed: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        for annotation in (getattr(node, "annotation", None), getattr(node, "returns", None)):
+            if annotation is not None:
+                allowed.update(ast.walk(annotation))
+        # `trt: Any = self.api`, in the function that makes a class of the library's
+        if isinstance(node, ast.FunctionDef) and node.name == "logger":
+            allowed.update(ast.walk(node))
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == "trt"]
-    assert not [name.lineno for name in names if id(name) not in annotations | bound]
+    assert not [name.lineno for name in names if name not in allowed]
 
 
 @pytest.mark.parametrize(("source", "problem"), [
@@ -207,31 +202,21 @@ def test_a_use_under_its_feature_is_right_and_an_object_without_a_class_is_found
     "path", sorted(path for path in FOLDER.glob("*.py") if path.name != "compat.py"), ids=lambda path: path.name
 )
 def test_no_other_module_calls_a_method_of_tensorrt(path):
-    """By name: methods of these classes that nothing of ours is called after."""
+    """The methods of these classes whose names none of our methods has."""
     classes = (
         "Builder", "IBuilderConfig", "INetworkDefinition", "ICudaEngine", "IExecutionContext", "ITimingCache",
         "Runtime", "OnnxParser",
     )  # fmt: skip
-    methods = {
-        name.partition(".")[2]
-        for name in IN_VERSIONS
-        if name.partition(".")[0] in classes and "_" in name.partition(".")[2]
-    }
-    called = [
-        node.func
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-    ]
-    assert not [
-        ast.unparse(call)
-        for call in called
-        if call.attr in methods
-        and ast.unparse(call.value) not in ("TENSORRT", "library", "self.library", "self", "onnx.shape_inference")
-    ]
+    pairs = [name.partition(".")[::2] for name in IN_VERSIONS]
+    methods = {method for owner, method in pairs if owner in classes and "_" in method}
+    ours = ("TENSORRT", "library", "self.library", "self", "onnx.shape_inference")
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in methods:
+            assert ast.unparse(node.func.value) in ours, ast.unparse(node)
 
 
 def test_graphs_have_what_they_need_in_every_version():
-    """By name: types that are the graph's, int4 and int8 weights as inputs, DequantizeLinear."""
+    """Types that the graph states, int4 and int8 weights as inputs, DequantizeLinear."""
     for name in (
         "DataType.BF16",
         "DataType.INT4",

@@ -1,4 +1,4 @@
-"""Products of fp16 numbers stand between casts, and the graph computes what it did."""
+"""Products of fp16 numbers get casts around them, and the graph computes the same numbers as before."""
 
 from __future__ import annotations
 

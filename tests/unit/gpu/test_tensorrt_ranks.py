@@ -79,7 +79,10 @@ def paths(split: tuple[Path, Path, Path], shared: Shared, form: Form, gpu: fake_
     version, _, attention, _ = form
     options = SIZES if version == "cuda" else {"attention": attention, **SIZES}
     backend = "cuda" if version == "cuda" else "tensorrt"
-    make = lambda folder: build(split[0], backend, folder / "engines.json", options)
+
+    def make(folder: Path) -> None:
+        build(split[0], backend, folder / "engines.json", options)
+
     return shared.folder(f"gpu-ranks-engines/{'-'.join(map(str, form))}", make) / "engines.json", split[0], split[2]
 
 
@@ -92,7 +95,10 @@ def open_model(paths: tuple[Path, Path, Path]) -> Callable[..., Model]:
 def reference(split: tuple[Path, Path, Path], shared: Shared, form: Form) -> Callable[..., Model]:
     """One rank, in ONNX Runtime."""
     _, assembly, weights = split
-    make = lambda folder: build(assembly, "onnxruntime", folder / "engines.json")
+
+    def make(folder: Path) -> None:
+        build(assembly, "onnxruntime", folder / "engines.json")
+
     engines = shared.folder(f"gpu-ranks-one/{form[1]}-{form[3]}", make) / "engines.json"
     return lambda layers=2: Model.open(engines, assembly, weights, layers, ModelOptions(**SIZES))
 
@@ -218,7 +224,9 @@ def test_blocks_and_attention_of_passes_are_graphs(open_model, monkeypatch: pyte
         assert {key[2] for key in rank.graphs if key[0] == "block"} == {64, 128, 32}
         assert {key[0] for key in rank.graphs} == {"block", "decode", "prompts"}
     full = model.executor.runner.captured.values()
-    assert len(full) == 4 and all(calls.graph is not None for by_rank in full for calls in by_rank)
+    assert len(full) == 4
+    for calls_of_ranks in full:
+        assert all(calls.graph is not None for calls in calls_of_ranks)
 
 
 @pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
@@ -267,12 +275,11 @@ def test_logits_are_gathered_where_they_are_asked_for(open_model, form: Form) ->
     """Of rows that decode and of prompts, whether the step was in flight before, or not; and where a token is drawn."""
     model = open_model()
     prompts = [Advance(0, np.arange(5), 0), Advance(1, np.arange(9, 30), 0)]
-    full = lambda key: key[-1] != "part"
 
     def clear() -> None:
         for rank in model.executor.runner.on_each_device():
             for key, array in rank.blocks.logit_buffers.items():
-                if full(key):
+                if key[-1] != "part":
                     rank.stream.upload(array, np.full(array.shape, np.nan, array.dtype))
             rank.stream.synchronize()
 
@@ -280,7 +287,7 @@ def test_logits_are_gathered_where_they_are_asked_for(open_model, form: Form) ->
         results = []
         for rank in model.executor.runner.on_each_device():
             for key, array in rank.blocks.logit_buffers.items():
-                if full(key):
+                if key[-1] != "part":
                     results.append(np.empty(array.shape, array.dtype))
                     rank.stream.download(results[-1], array)
             rank.stream.synchronize()
@@ -476,8 +483,8 @@ def test_devices_that_do_not_serve_are_refused(open_model, gpu, change, message:
 def test_ranks_may_share_the_first_gpu_for_checks(open_model, reference, gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu.devices = 1
     monkeypatch.setenv("LOCKSTEP_RANKS_ON_ONE_GPU", "1")
-    step = lambda model: model.step([Advance(0, np.arange(60), 0)])
-    np.testing.assert_allclose(step(open_model()), step(reference()), rtol=0, atol=TOLERANCE["fp16"])
+    prompt = [Advance(0, np.arange(60), 0)]
+    np.testing.assert_allclose(open_model().step(prompt), reference().step(prompt), rtol=0, atol=TOLERANCE["fp16"])
 
 
 @pytest.mark.long

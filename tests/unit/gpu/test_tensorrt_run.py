@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import os
 import shutil
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import engine_steps
 import numpy as np
 import onnx
 import pytest
@@ -117,12 +118,7 @@ class Both:
     following: what each step is told of the next one."""
 
     def __init__(self, demo, open_model, precision, layers=2, following=False):
-        paths = (
-            demo.engines(MODEL, precision, "onnxruntime"),
-            demo.assembly(MODEL, precision),
-            demo.weights(MODEL, precision),
-        )
-        self.reference = Model.open(*paths, layers, ModelOptions(**LIMITS_OF_MODEL))
+        self.reference = engine_steps.open_model(demo, precision, layers, **LIMITS_OF_MODEL)
         self.found = open_model(layers)
         self.tolerance = TOLERANCE[precision]
         self.next = {}
@@ -157,7 +153,7 @@ import atexit, sys
 from lockstep.runtime import Model, ModelOptions
 import fake_gpu
 
-# With globals of their own: functions of this script would keep those of the script, and so the model.
+# With separate globals: functions of this script would keep those of the script, and so the model.
 spies = {}
 exec(
     "import os\\nended = []\\n"
@@ -254,9 +250,10 @@ def test_a_block_that_leaves_its_graph_is_named_by_bisect(demo, engines, form, g
     weights = demo.weights(MODEL, form[1])
     inputs = tmp_path / "inputs.json"
     request = Tokens(np.arange(3, 20), 9)
-    report = lambda engines_json: engine_report(
-        assembly, weights, engines_json, 2, TOLERANCES[form[1]], request, inputs=inputs
-    )
+
+    def report(engines_json):
+        return engine_report(assembly, weights, engines_json, 2, TOLERANCES[form[1]], request, inputs=inputs)
+
     right = report(engines[form])
     assert right.fault is None and right.rows[-1].part == "runtime" and all(row.passed for row in right.rows)
     assert any(row.part == "attention" for row in right.rows) == (form[2] == "traced")
@@ -287,9 +284,8 @@ def test_generated_tokens_are_those_of_onnx_runtime(demo, open_model, form, gpu)
     """With requests that come and go, so that slots are taken again, and prompts between decode steps."""
     tokenizer = Tokenizer.open(demo.assembly(MODEL, form[1]))
     prompts = 2 * [prompt.text for prompt in GOLDEN.prompts]
-    paths = demo.engines(MODEL, form[1], "onnxruntime"), demo.assembly(MODEL, form[1]), demo.weights(MODEL, form[1])
     results = []
-    for model in (Model.open(*paths, "all", ModelOptions(**LIMITS_OF_MODEL)), open_model("all")):
+    for model in (engine_steps.open_model(demo, form[1], **LIMITS_OF_MODEL), open_model("all")):
         generation = generate(model, tokenizer, prompts, max_new_tokens=24)
         list(generation)
         results.append(generation.tokens)
@@ -315,7 +311,7 @@ def test_tokens_of_logits_that_are_not_finite_are_an_error(open_model, form, gpu
 
 
 def test_a_step_is_under_way_before_it_is_asked_for(demo, open_model, form, gpu, monkeypatch):
-    """And whatever is requested instead gets what it should."""
+    """Another request in its place gets its own results."""
     from lockstep_gpu import cuda
 
     pair = Both(demo, open_model, form[1], following=True)
@@ -745,8 +741,8 @@ def test_what_is_sent_is_what_it_was_when_it_was_sent(form, gpu):
 def test_a_prompt_is_worked_on_while_it_is_prepared_and_may_fail_half_way(
     demo, open_model, form, gpu, monkeypatch, fails
 ):
-    """A new request and one that goes on, with a row that decodes: the rows hold what they held, and the next step
-    finds nothing of it."""
+    """A new request and one that goes on, with a row that decodes: the rows keep their tokens, and the next step sees
+    nothing of the failed one."""
     from lockstep_gpu.ranks import blocks
 
     models = Both(demo, open_model, form[1], "all")
@@ -768,10 +764,11 @@ def test_a_prompt_is_worked_on_while_it_is_prepared_and_may_fail_half_way(
         with pytest.raises(CheckError, match="no more memory"):
             models.found.step([Advance(0, np.array([3]), 9), Advance(1, np.arange(4), 5), Advance(2, np.arange(60), 0)])
     assert gpu.plain > before and [models.found.length(slot) for slot in range(3)] == lengths
-    # what is left of it in the new row, as bad as numbers can be; pages are not looked at after what a row holds
+    # The failed step left NaN in the new row, as the worst case. Pages after a row's tokens are not read.
     if form[2] == "traced":
-        for array in (array for pair in models.found.executor.ranks[0].attentions[0].cache.values() for array in pair):
-            gpu.array(array.address, array.shape, array.dtype)[2] = np.nan
+        for pair in models.found.executor.ranks[0].attentions[0].cache.values():
+            for array in pair:
+                gpu.array(array.address, array.shape, array.dtype)[2] = np.nan
     models.step(0, prompts=[(1, 3), (2, 10)])
     for _ in range(3):
         models.step(0, 1, 2, tokens=False)
@@ -820,7 +817,7 @@ def test_a_model_that_is_deleted_gives_its_memory_back_at_once(open_model, form,
             lefts.append(gpu.blocks)
         finally:
             gc.enable()
-    # What the process keeps: the memory that contexts work in, and with fused attention cuDNN's.
+    # The process keeps the memory that contexts work in, and with fused attention cuDNN's.
     assert lefts[1] <= lefts[0] <= 2 and lefts[0] < blocks
     from lockstep_gpu.device import Device
 
@@ -913,12 +910,9 @@ def test_requests_are_sampled_on_the_device_with_a_step_under_way(open_model, fo
             count = requests[token.request].sampling.logprobs
             assert token.logits is None and (token.logprobs is None) == (count is None)
             if count is not None:
-                actual_logprobs, other = (
-                    token.logprobs,
-                    log_probabilities(rows[token.request][position], token.token, count),
-                )
-                assert [token for token, _ in actual_logprobs.top] == [token for token, _ in other.top]
-                np.testing.assert_allclose(actual_logprobs.chosen, other.chosen, atol=1e-6)
+                logprobs = log_probabilities(rows[token.request][position], token.token, count)
+                assert [id for id, _ in token.logprobs.top] == [id for id, _ in logprobs.top]
+                np.testing.assert_allclose(token.logprobs.chosen, logprobs.chosen, atol=1e-6)
     state = model.executor.ranks[0].state
     logprobs = {state.logits_tables.logprobs.address} if rules is not RULES else set()
     assert actual == expected and fetched == {state.next_tokens.address} | logprobs and all(ahead[:-1])
@@ -931,10 +925,19 @@ class Cycle:
 
     def __init__(self):
         self.last = 0
-        self.submit = lambda key, *arguments: setattr(self, "outcome", [(key, self)])
-        self.poll = lambda: [self.outcome.pop()] if self.outcome else []
-        self.consume = lambda token: setattr(self, "last", token)
-        self.allowed = lambda end_ids: self.mask([self.last])
+        self.outcomes = []
+
+    def submit(self, key, *arguments):
+        self.outcomes.append((key, self))
+
+    def poll(self):
+        return [self.outcomes.pop()] if self.outcomes else []
+
+    def consume(self, token):
+        self.last = token
+
+    def allowed(self, end_ids):
+        return self.mask([self.last])
 
     @staticmethod
     def mask(answer):
@@ -957,7 +960,7 @@ def test_masks_of_grammars_and_bad_words_are_applied_on_the_device(open_model, f
     assert actual == expected
 
 
-def test_requests_that_are_left_in_high_slots_move_to_low_ones_with_their_tokens(open_model, form, gpu):
+def test_requests_that_are_left_in_high_slots_move_to_low_ones_with_their_tokens(open_model, form, gpu, monkeypatch):
     """Else a step computes the rows of all free slots below them."""
     model = open_model()
     prompts = [np.arange(3, 9 + 30 * number) for number in range(4)]
@@ -969,11 +972,13 @@ def test_requests_that_are_left_in_high_slots_move_to_low_ones_with_their_tokens
     rows = []
     runner = model.executor.runner
     decode_pass = runner.decode_pass
-    runner.decode_pass = lambda count, *arguments: (rows.append(count), decode_pass(count, *arguments))[1]
-    try:
-        tokens = tokens_of(engine, requests)
-    finally:
-        del runner.decode_pass
+
+    def noted(count, *arguments):
+        rows.append(count)
+        return decode_pass(count, *arguments)
+
+    monkeypatch.setattr(runner, "decode_pass", noted)
+    tokens = tokens_of(engine, requests)
     assert [tokens[number, 0] for number in range(4)] == alone
     assert rows[0] == 4 and rows[-1] == (4 if form[2] == "traced" else 1)
 
@@ -1007,7 +1012,10 @@ def test_only_the_logits_of_requests_that_need_them_come_back(open_model, form, 
     assert sorted(fetched) == [(1, 768), (1, 768), (model.max_batch_size,)]
     np.testing.assert_array_equal(logits, expected[[2, 0]])
     tokens = dict(enumerate(actual.tolist()))
-    advances = lambda: [Advance(slot, np.array([tokens[slot]]), model.length(slot)) for slot in (1, 2, 0)]
+
+    def advances():
+        return [Advance(slot, np.array([tokens[slot]]), model.length(slot)) for slot in (1, 2, 0)]
+
     tokens |= zip((1, 2, 0), model.step_tokens(advances(), following=True).tolist())
     assert model.in_flight
     actual, logits = model.step_with_logits(advances(), [1])  # of the step under way
@@ -1113,22 +1121,26 @@ def test_a_failed_upload_stops_its_own_model_and_no_other(open_model, gpu, monke
 
 
 def settled(gpu) -> int:
-    """Bytes in use, once the threads that uploaded have let go of what they copied last."""
+    """Return the bytes in use, once the threads that upload have released their last copies."""
+    from lockstep_gpu import weights as device_weights
+    from lockstep_gpu.device import Device
+
     gc.collect()
-    used = -1
-    while used != gpu.used:
-        used = gpu.used
-        time.sleep(0.05)
-    return used
+    # A thread takes the next work only when it has released the last: each of them meets all others here.
+    pool = device_weights.Uploader.of(Device.get())._pool
+    barrier = threading.Barrier(pool._max_workers)
+    for met in [pool.submit(barrier.wait) for _ in range(barrier.parties)]:
+        met.result()
+    return gpu.used
 
 
 @pytest.mark.parametrize(("share", "what"), [(0.2, "weights"), (0.8, "the values of a step")])
 def test_too_little_memory_is_told_with_what_it_was_for(open_model, gpu, share, what):
-    run = lambda model: model.step([Advance(0, np.arange(3), 0)])
-    run(open_model())
+    prompt = [Advance(0, np.arange(3), 0)]
+    open_model().step(prompt)
     before = settled(gpu)
     model = open_model()
-    run(model)
+    model.step(prompt)
     gpu.total = before + int(share * (settled(gpu) - before))
     del model
     settled(gpu)
@@ -1137,7 +1149,7 @@ def test_too_little_memory_is_told_with_what_it_was_for(open_model, gpu, share, 
         match=rf"^expected \d+ MiB of free GPU memory for {what}, found \d+ MiB "
         rf"of \d+ MiB; lower limits.max_batch_size",
     ):
-        run(open_model())
+        open_model().step(prompt)
 
 
 @pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
@@ -1181,14 +1193,14 @@ def test_pages_of_a_step_are_not_told_to_the_step_before(open_model, gpu):
 )
 def test_what_tensorrt_said_before_is_not_told_as_the_error(gpu, call, arguments):
     def refuse(*arguments):
-        TENSORRT.log.errors.append("what is wrong now")
+        TENSORRT.log.errors.append("the error of this call")
         return False
 
     methods = ("set_optimization_profile_async", "set_input_shape", "set_tensor_address", "execute_async_v3")
     context = SimpleNamespace(active_optimization_profile=0, **dict.fromkeys(methods, refuse))
     TENSORRT.log.clear()
-    TENSORRT.log.errors.append("what was wrong once")
-    with pytest.raises(CheckError, match="TensorRT 10.6.0 .*: what is wrong now$"):
+    TENSORRT.log.errors.append("an earlier error")
+    with pytest.raises(CheckError, match="TensorRT 10.6.0 .*: the error of this call$"):
         getattr(TENSORRT, call)(context, *arguments)
 
 
@@ -1242,23 +1254,21 @@ def test_layers_of_a_prompt_are_not_told_the_same_shapes_and_addresses_again(dem
     pair.step(prompts=[(0, 40)])
     shapes = []
     addresses = []
-    for name, calls in (("set_input_shape", shapes), ("set_tensor_address", addresses)):
-        method = getattr(TENSORRT, name)
-        monkeypatch.setattr(
-            TENSORRT,
-            name,
-            lambda context, tensor, value, method=method, setter_calls=calls: (
-                setter_calls.append(tensor),
-                method(context, tensor, value),
-            )[1],
-        )
+
+    def noted(method, tensors, context, tensor, value):
+        tensors.append(tensor)
+        return method(context, tensor, value)
+
+    for name, tensors in (("set_input_shape", shapes), ("set_tensor_address", addresses)):
+        monkeypatch.setattr(TENSORRT, name, functools.partial(noted, getattr(TENSORRT, name), tensors))
     pair.step(prompts=[(1, 40)])
     assert not shapes and {"query", "attention"}.isdisjoint(addresses)
-    assert addresses, "layers have weights of their own"
+    assert addresses, "each layer has other weights"
     pair.step(prompts=[(2, 41)])
-    engines = {id(block.engine.program): block for block, _ in pair.found.executor.ranks[0].network.layers}
-    inputs = [io.name for block in engines.values() for io in block.signature.inputs]
     network = pair.found.executor.ranks[0].network
-    inputs += [io.name for block in (network.embedding, network.exit) for io in block.signature.inputs]
+    engines = {id(block.engine.program): block for block, _ in network.layers}
+    inputs = []
+    for block in (*engines.values(), network.embedding, network.exit):
+        inputs += [io.name for io in block.signature.inputs]
     assert len(engines) < len(network.layers) and sorted(shapes) == sorted(inputs)
     pair.step(0, 1, 2)
