@@ -1,20 +1,14 @@
 """The demo's engine, stepped until its requests end."""
 
 import numpy as np
-
-from lockstep.runtime import Model, ModelOptions
+import pipeline
 
 CHUNK = 64
 
 
 def open_model(demo, precision="fp32", layers="all", **options):
-    paths = (
-        demo.engines("demo-llama", precision, "onnxruntime"),
-        demo.assembly("demo-llama", precision),
-        demo.weights("demo-llama", precision),
-    )
     sizes = {"max_batch_size": 4, "max_seq_len": 256, "chunk_size": CHUNK}
-    return Model.open(*paths, layers, ModelOptions(**sizes | options))
+    return pipeline.open_model(demo, "demo-llama", precision, layers, **sizes | options)
 
 
 def ids(length, seed=0):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,6 +169,23 @@ def write_packed(source: Path, folder: Path, layout: Layout, dense: str = "(?!)"
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
     write_settings(folder, layout.config())
     return numbers
+
+
+PROJ = "model.layers.0.mlp.up_proj"  # a weight to damage
+
+
+def without(suffix: str) -> Callable[[dict[str, np.ndarray]], Any]:
+    """Return an edit of a checkpoint's tensors: a part of PROJ is missing."""
+    return lambda tensors: tensors.pop(f"{PROJ}.{suffix}")
+
+
+def spoil(suffix: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[dict[str, np.ndarray]], Any]:
+    """Return an edit of a checkpoint's tensors: a part of PROJ goes through `change`."""
+
+    def edit(tensors: dict[str, np.ndarray]) -> None:
+        tensors[f"{PROJ}.{suffix}"] = np.ascontiguousarray(change(tensors[f"{PROJ}.{suffix}"].copy()))
+
+    return edit
 
 
 def write_settings(folder: Path, settings: Mapping[str, Any] | None) -> None:

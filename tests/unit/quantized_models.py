@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,32 +14,25 @@ import numpy as np
 import onnx
 from demo_model import CONFIG, DEMO, GOLDEN
 from families import FAMILIES
+from pipeline import run_golden, run_validate, write_assembly
 from safetensors.numpy import load_file
 
 from lockstep import make_random_checkpoint
 from lockstep.artifacts.files import read_json, sha256_file, write_json
-from lockstep.artifacts.places import FileEntry
 from lockstep.backends.builder import build
 from lockstep.checkpoint import resolve
 from lockstep.export import export
 from lockstep.export.quantize import quantize
 from lockstep.targets import Limits, Results, Target
-from lockstep.verify import validate
-from lockstep.verify.golden.check import check_engines
 from lockstep.verify.golden.reference import make_reference
 from lockstep.verify.golden.terms import GoldenTerms
 from lockstep.weights import convert
 from shared import Shared
-from some import some
 
 PRECISIONS = ("w8a16", "w4a16", "w8a8", "w4a8", "w8a8-fp8")
 GROUP = 16
 TOLERANCES = {precision: CONFIG.tolerance("demo-llama", precision, "onnxruntime") for precision in PRECISIONS}
 PROMPTS = tuple(prompt.text for prompt in GOLDEN.prompts)
-# Untied with biases; tied and scaled, with norms after; a fused query, key and value; weights that lie transposed.
-RANDOM = ("llama", "gemma2", "gpt_neox", "gpt2")
-# The demo is a Llama, which runs in each precision.
-each_random_family = some(RANDOM, "gemma2")
 LIMIT = Limits(max_batch_size=3, max_input_len=64, max_seq_len=96, max_num_tokens=128)
 
 
@@ -76,25 +68,15 @@ def check(
     results: Results, precision: str, layers: int | str, limits: Limits, out: Path, engines: Path | None = None
 ) -> dict[str, Any]:
     """The golden report. engines: of another backend than ONNX Runtime."""
-    name = "model"
-    check_engines(
-        results.assembly(name, precision),
-        results.weights(name, precision),
-        engines or results.engines(name, precision, "onnxruntime"),
-        results.quantized_reference(name, precision, layers),
-        Target(name, precision, layers, "onnxruntime"),
-        TOLERANCES[precision],
-        limits,
-        out / "golden.json",
-        out / "speed.json",
-    )
-    return json.loads((out / "golden.json").read_text())
+    target = Target("model", precision, layers, "onnxruntime")
+    changes = {} if engines is None else {"engines_json": engines}
+    return run_golden(results, target, TOLERANCES[precision], limits, out, **changes)
 
 
 def validated(results: Results, precision: str, layers: int | str, out: Path, assembly: Path | None = None) -> None:
-    paths = results.weights("model", precision), results.checkpoint("model")
-    assembly = assembly or results.assembly("model", precision)
-    validate.run(assembly, *paths, layers, CONFIG.tolerance("demo-llama", precision), 96, out / "validate.json")
+    target = Target("model", precision, layers, "onnxruntime")
+    changes = {} if assembly is None else {"assembly_json": assembly}
+    run_validate(results, target, CONFIG.tolerance("demo-llama", precision), 96, out, **changes)
 
 
 ASKED = GoldenTerms(8, PROMPTS, 120)
@@ -122,19 +104,16 @@ def random_source(shared: Shared, family: str) -> Path:
 def random_family(shared: Shared, family: str, precision: str) -> Results:
     source = random_source(shared, family)
     graphs = functools.partial(unproven, shared, dict(FAMILIES[family].config), source, precision)
-    make = lambda root: build_model(source, precision, (2, "all"), FAMILY_ASKED, root, graphs)
+
+    def make(root: Path) -> None:
+        build_model(source, precision, (2, "all"), FAMILY_ASKED, root, graphs)
+
     return Results(shared.folder(f"quantized-{family}/{precision}", make))
 
 
 def unproven(shared: Shared, config: dict[str, Any], source: Path, precision: str, out: Path) -> None:
     """What `export` writes, without another model that shows that the split is right: other tests do."""
-    files, assembly = quantize(*shared.assembled(config, "fp32"), precision, GROUP)
-    files["tokenizer.json"] = (source / "tokenizer.json").read_bytes()
-    out.parent.mkdir(parents=True)
-    for name, data in files.items():
-        (out.parent / name).write_bytes(data)
-    tokenizer = FileEntry("tokenizer.json", sha256_file(out.with_name("tokenizer.json")))
-    replace(assembly, tokenizer=tokenizer, eos_token_ids=(config["eos_token_id"],)).save(out)
+    write_assembly(*quantize(*shared.assembled(config, "fp32"), precision, GROUP), source, out)
 
 
 def product(data: np.ndarray, scales: np.ndarray, columns: int, bits: int, group: int = GROUP) -> onnx.ModelProto:

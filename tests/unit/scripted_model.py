@@ -13,14 +13,12 @@ from pathlib import Path
 
 import numpy as np
 from demo_model import CONFIG
+from pipeline import make_engines
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
 from lockstep.artifacts.files import write_json
-from lockstep.backends.builder import build
-from lockstep.checkpoint import resolve
 from lockstep.targets import Results
-from lockstep.weights import convert
 
 TARGET = "scripted/fp32/all"
 # of the head, for the likeliest token at a position, and what each next one has less
@@ -49,13 +47,17 @@ def write(
     options = {"n_inner": 4, "tie_word_embeddings": False, "dtype": "float32", "architectures": ["GPT2LMHeadModel"]}
     ends = {"bos_token_id": None, "eos_token_id": None}
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes, **options, **ends, **config}))
-    zeros = lambda *shape: np.zeros(shape, np.float32)
+
+    def zeros(*shape: int) -> np.ndarray:
+        return np.zeros(shape, np.float32)
+
     head = zeros(vocabulary, positions)
     for position, tokens in script.items():
         for place, token in enumerate([tokens] if isinstance(tokens, int) else tokens):
             head[token, position] += _FIRST - _LESS * place
     layer = {
-        **{f"{norm}.{part}": zeros(positions) for norm in ("ln_1", "ln_2") for part in ("weight", "bias")},
+        **{f"ln_1.{part}": zeros(positions) for part in ("weight", "bias")},
+        **{f"ln_2.{part}": zeros(positions) for part in ("weight", "bias")},
         "attn.c_attn.weight": zeros(positions, 3 * positions),
         "attn.c_attn.bias": zeros(3 * positions),
         "attn.c_proj.weight": zeros(positions, positions),
@@ -86,13 +88,8 @@ def results(checkpoint: Path, folder: Path, **limits: int) -> Results:
 
     limits: of the server; by default all positions, and 4 requests at a time.
     """
-    from lockstep.export import export  # loads torch
-
     tree = Results(folder)
-    resolved = resolve(str(checkpoint), checkpoint, tree.checkpoint("scripted"))
-    export(resolved, "fp32", tree.assembly("scripted", "fp32"))
-    convert(resolved, "fp32", tree.weights("scripted", "fp32"))
-    build(tree.assembly("scripted", "fp32"), "onnxruntime", tree.engines("scripted", "fp32", "onnxruntime"))
+    make_engines(checkpoint, tree, "scripted", "fp32")
     positions = json.loads((checkpoint / "config.json").read_text())["n_positions"]
     limits = {"max_batch_size": 4, "max_seq_len": positions, "max_input_len": positions, **limits}
     model = CONFIG.models["demo-llama"].model_copy(update={"source": str(checkpoint), "precisions": ("fp32",)})

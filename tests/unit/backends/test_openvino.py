@@ -1,5 +1,5 @@
-"""OpenVINO on CPUs, the real library: engines without weights, to the same bytes; that they say what the references
-say; and what is refused."""
+"""OpenVINO on CPUs, the real library: engines without weights, of the same bytes, as accurate as the references
+allow; and rejected input."""
 
 from __future__ import annotations
 
@@ -19,27 +19,13 @@ import onnx
 import onnx_ir as ir
 import pytest
 from checkpoints import error_of
-from demo_model import CONFIG, DEMO, LIMITS
+from demo_model import DEMO, LIMITS
 from engine_steps import argmax, ids, with_logits
-from families import FAMILIES
-from quantized_models import (
-    FAMILY_ASKED,
-    FAULTS,
-    LIMIT,
-    RANDOM,
-    assert_far_off,
-    check,
-    damaged,
-    each_random_family,
-    product,
-    random_family,
-    random_source,
-)
+from quantized_models import FAULTS, assert_far_off, check, damaged, product
 from quantized_models import demo as quantized_demo
 
 from lockstep.artifacts.engines import EngineSetManifest
-from lockstep.artifacts.files import sha256_file, write_json
-from lockstep.artifacts.places import FileEntry
+from lockstep.artifacts.files import write_json
 from lockstep.backends.base import get_backend
 from lockstep.backends.builder import build
 from lockstep.backends.engine_set import EngineSet
@@ -47,7 +33,6 @@ from lockstep.backends.openvino import cpu
 from lockstep.backends.openvino.ir import to_bytes
 from lockstep.backends.openvino.passes import Weight
 from lockstep.backends.openvino.quantized import compress
-from lockstep.checkpoint import resolve
 from lockstep.cli.main import main
 from lockstep.config import load
 from lockstep.errors import CheckError, InputError
@@ -56,12 +41,10 @@ from lockstep.provenance.lock import Lock
 from lockstep.report import summary
 from lockstep.runtime import Engine, Model, ModelOptions, Request
 from lockstep.stages import jobs
-from lockstep.targets import Limits, Results, Target
+from lockstep.targets import Results
 from lockstep.tolerances import Tolerances
 from lockstep.verify import compare
-from lockstep.verify.golden.check import check_engines
-from lockstep.verify.golden.reference import make_reference
-from lockstep.weights import Weights, convert
+from lockstep.weights import Weights
 from lockstep.weights.groups import dequantize, integers_of, pack, scales_of
 from network import Recorder
 from shared import Shared
@@ -80,7 +63,10 @@ ALL = (*some(("fp32", *QUANTIZED), "w4a16"), pytest.param("bf16", marks=bf16))
 
 def engines_of(shared: Shared, results: Results, name: str, precision: str, key: str) -> Path:
     """An engine set of this backend, built once."""
-    make = lambda root: build(results.assembly(name, precision), BACKEND, root / "engines.json")
+
+    def make(root: Path) -> None:
+        build(results.assembly(name, precision), BACKEND, root / "engines.json")
+
     return shared.folder(f"openvino/{key}/{precision}", make) / "engines.json"
 
 
@@ -102,43 +88,8 @@ def opened(shared: Shared, demo: Results, demo_bf16: Results) -> Any:
 
 def model_of(opened: Any, precision: str, **options: Any) -> Model:
     results, name, engines = opened(precision)
-    return Model.open(
-        engines, results.assembly(name, precision), results.weights(name, precision), options=ModelOptions(**options)
-    )
-
-
-def passes(
-    results: Results,
-    name: str,
-    precision: str,
-    layers: int | str,
-    reference: Path,
-    engines: Path,
-    out: Path,
-    limits: Limits = LIMITS,
-    logits: float | None = None,
-) -> bool:
-    tolerance = CONFIG.tolerance("demo-llama", precision, BACKEND)
-    tolerance = replace(tolerance, logits=logits or tolerance.logits)
-    check_engines(
-        results.assembly(name, precision), results.weights(name, precision), engines, reference,
-        Target(name, precision, layers, BACKEND), tolerance,
-        limits, out / "golden.json", out / "speed.json",
-    )  # fmt: skip
-    return bool(json.loads((out / "golden.json").read_text())["result"] == "pass")
-
-
-@pytest.mark.parametrize(
-    "precision, layers",
-    [("fp32", 2), ("fp32", "all"), *(pytest.param("bf16", layers, marks=bf16) for layers in (2, "all"))],
-)
-@pytest.mark.long  # `make demo` checks bf16 and w4a16, test_whole_families.py fp32
-def test_the_demo_says_what_the_reference_says(opened, references, tmp_path, precision, layers):
-    results, name, engines = opened(precision)
-    # transformers' own bf16 is off by 0.39 on the long prompt, token by token
-    logits = 0.6 if precision == "bf16" else None
-    reference = references.reference(NAME, layers)
-    assert passes(results, name, precision, layers, reference, engines, tmp_path, logits=logits)
+    files = engines, results.assembly(name, precision), results.weights(name, precision)
+    return Model.open(*files, options=ModelOptions(**options))
 
 
 @pytest.mark.long
@@ -147,48 +98,6 @@ def test_quantised_weights_say_what_dequantised_ones_say(opened, tmp_path, preci
     results, _, engines = opened(precision)
     report = check(results, precision, layers, LIMITS, tmp_path, engines)
     assert report["result"] == "pass" and report["max_logit_error"] < 5e-3  # int8 activations alone: above 2e-2
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("precision, layers", [("w8a8", 2), ("w4a8", "all")])
-def test_activations_of_8_bits_say_what_rounded_ones_say(opened, tmp_path, precision, layers):
-    results, _, engines = opened(precision)
-    assert check(results, precision, layers, LIMITS, tmp_path, engines)["result"] == "pass"
-
-
-# the head is of 8 bits in w4a16, too
-@pytest.mark.long
-@pytest.mark.parametrize("family, precision", itertools.product(RANDOM, ("w4a16", "w8a16")))
-def test_random_families_in_small_weights(shared, tmp_path, family, precision):
-    results = random_family(shared, family, precision)
-    engines = engines_of(shared, results, "model", precision, family)
-    for layers in (2, "all"):
-        assert check(results, precision, layers, LIMIT, tmp_path, engines)["result"] == "pass"
-
-
-@bf16
-@pytest.mark.parametrize("family", each_random_family)
-@pytest.mark.long
-def test_random_families_in_bf16(shared, tmp_path, family):
-    results = Results(tmp_path)
-    config = dict(FAMILIES[family].config)
-    source = random_source(shared, family)
-    checkpoint = results.checkpoint(NAME)
-    path = results.assembly(NAME, "bf16")
-    resolve(str(source), source, checkpoint)
-    convert(checkpoint, "bf16", results.weights(NAME, "bf16"))
-    files, assembly = shared.assembled(config, "bf16")
-    path.parent.mkdir(parents=True)
-    for name, data in {**files, "tokenizer.json": (source / "tokenizer.json").read_bytes()}.items():
-        (path.parent / name).write_bytes(data)
-    tokenizer = FileEntry("tokenizer.json", sha256_file(path.with_name("tokenizer.json")))
-    replace(assembly, tokenizer=tokenizer, eos_token_ids=(config["eos_token_id"],)).save(path)
-    engines = engines_of(shared, results, NAME, "bf16", family)
-    for layers in (2, "all"):
-        reference = results.reference(NAME, layers)
-        make_reference(checkpoint, layers, FAMILY_ASKED, reference)
-        # of random weights transformers' own bf16 is off by 0.03 (rms), by 0.25 at the worst of 320 tokens of gemma2
-        assert passes(results, NAME, "bf16", layers, reference, engines, tmp_path, LIMIT, 0.8)
 
 
 @pytest.mark.long
@@ -243,9 +152,8 @@ def test_engines_hold_no_weights(opened, precision):
     bound = set_.load(layer.graph, 1).bind(weights, layer.slots)
     arrays = [weights[names[0]] for names in layer.slots.values()]
     assert len(bound.bound_arrays) == len(arrays)
-    assert all(any(np.shares_memory(bound_array, array) for array in arrays) for bound_array in bound.bound_arrays), (
-        "a copy was made"
-    )
+    for bound_array in bound.bound_arrays:
+        assert any(np.shares_memory(bound_array, array) for array in arrays), "a copy was made"
 
 
 PRODUCTS = {"fp32": "f32", "bf16": "bf16", "w8a16": "u8", "w4a16": "u4"}
@@ -259,7 +167,10 @@ def test_products_read_weights_in_their_own_type(opened, precision):
     part = set_.assembly.layers[1].block
     bound = set_.load(part.graph, 1).bind(Weights.open(results.weights(name, precision)), part.slots)
     nodes = bound.compiled.get_runtime_model().get_ordered_ops()
-    read = lambda node, key: node.get_rt_info()[key].astype(str)
+
+    def read(node, key):
+        return node.get_rt_info()[key].astype(str)
+
     connected = [node for node in nodes if read(node, "layerType") == "FullyConnected"]
     assert len(connected) == 7
     for node in connected:
@@ -533,11 +444,8 @@ def test_arrays_and_weights_that_do_not_fit_are_refused(opened):
     with pytest.raises(CheckError, match=rf"slot {first}: expected weights float32 \[.*\], found float32 \["):
         program.bind(weights, {**layer.slots, first: layer.slots[other]})
     run = program.bind(weights, layer.slots)
-    sizes = lambda values: {
-        key: np.zeros([3 if dim == "any" else dim for dim in value.shape], value.dtype) for key, value in values.items()
-    }
-    inputs = sizes(run.inputs)
-    outputs = sizes(run.outputs)
+    inputs = zeros(run.inputs)
+    outputs = zeros(run.outputs)
     with pytest.raises(CheckError, match=r"expected arrays for \['hidden'\], found \[\]"):
         run.prepare({}, outputs)
     with pytest.raises(CheckError, match="'hidden': expected float32, found float64"):
@@ -564,8 +472,13 @@ def test_openvino_sends_nothing_where_its_telemetry_is_installed(tmp_path):
     assert theirs.returncode and recorder.calls(), "the stand-in shows what an import would do"
 
 
+def zeros(values):
+    shapes = {key: [3 if dim == "any" else dim for dim in value.shape] for key, value in values.items()}
+    return {key: np.zeros(shape, values[key].dtype) for key, shape in shapes.items()}
+
+
 def test_a_lock_written_without_bf16_keeps_what_stood_in_it():
-    """Engines, golden tokens and terms of what is not run here, as long as they are of the same graphs."""
+    """Entries of targets that do not run here stay, as long as they are of the same graphs."""
     engines = f"engines/bf16/{BACKEND}/x86_64"
     terms = f"checks/golden/bf16/2/{BACKEND}"
     locked = {engines: {}, f"golden/bf16/{BACKEND}/2": {}, terms: {"expected": {}}, "golden/bf16/cuda/2": {}}

@@ -7,7 +7,7 @@ import inspect
 
 import pytest
 import torch
-from families import FAMILIES, WINDOW
+from families import FAMILIES
 from transformers import masking_utils
 
 from lockstep.errors import InputError
@@ -69,29 +69,12 @@ def test_a_mask_may_be_handed_on_and_nothing_else(use):
         use(Mask(0))
 
 
-EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-}
-# Their windows are in the mask alone: the layers hand none to attention.
-MASKED = {
-    "qwen2_moe": ({**EXPERTS, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}, None),
-    "qwen2_moe, switched off": ({**EXPERTS, "use_sliding_window": False, "sliding_window": WINDOW}, [0, 0]),
-    "phimoe": ({"num_local_experts": 4, "sliding_window": WINDOW}, [WINDOW, WINDOW]),
-}
-
-
 @pytest.mark.exports
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) for name in MASKED])
-def test_windows_that_stand_in_the_mask_alone_are_in_the_graphs(name):
-    settings, expected = MASKED[name]
-    meta = meta_model({"model_type": name.partition(",")[0], **TINY, **settings}, "fp32")
-    if expected is None:
-        expected = [WINDOW if kind == "sliding_attention" else 0 for kind in meta.config.layer_types]
-        assert len(set(expected)) == 2
-    assert [layer.batchless.window for layer in trace_unique_layers(meta).layers] == expected
+@pytest.mark.long
+def test_a_window_that_is_switched_off_is_in_no_graph():
+    """Of Qwen2 MoE, whose windows are in the mask alone; test_architectures.py has its windows."""
+    meta = meta_model({**FAMILIES["qwen2_moe"].config, "layer_types": None, "use_sliding_window": False}, "fp32")
+    assert [layer.batchless.window for layer in trace_unique_layers(meta).layers] == [0, 0, 0]
 
 
 @pytest.mark.exports

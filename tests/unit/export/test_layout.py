@@ -4,17 +4,15 @@ import numpy as np
 import pytest
 import torch
 from families import FAMILIES
+from pipeline import make_engines, open_model
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lockstep.backends.builder import build
-from lockstep.checkpoint import resolve, resolve_architecture
-from lockstep.export import export
 from lockstep.export.checkpoint_layout import checkpoint_layout, checkpoint_shapes
 from lockstep.export.random_model import byte_tokenizer
 from lockstep.export.tracer import meta_model
-from lockstep.runtime import Advance, Model, ModelOptions
-from lockstep.weights import convert
+from lockstep.runtime import Advance
+from lockstep.targets import Results
 
 pytestmark = pytest.mark.exports
 
@@ -42,39 +40,7 @@ def saved(config: dict, folder) -> torch.nn.Module:
     return model
 
 
-def engine_logits(folder, work, ids: list[int]) -> np.ndarray:
-    resolve(str(folder), folder, work / "checkpoint.json")
-    resolve_architecture(str(folder), folder, work / "architecture.json")
-    convert(work / "checkpoint.json", "fp32", work / "weights.json")
-    export(work / "architecture.json", "fp32", work / "graphs" / "assembly.json")
-    build(work / "graphs" / "assembly.json", "onnxruntime", work / "engines" / "engines.json")
-    model = Model.open(
-        work / "engines" / "engines.json",
-        work / "graphs" / "assembly.json",
-        work / "weights.json",
-        options=ModelOptions(max_seq_len=32),
-    )
-    return model.step([Advance(0, np.array(ids), 0)])[0]
-
-
-def torch_logits(model, ids: list[int]) -> np.ndarray:
-    with torch.no_grad():
-        return model(torch.tensor([ids]), use_cache=False).logits[0, -1].numpy()
-
-
 IDS = [3, 200, 17, 9, 101, 54]
-
-
-@pytest.mark.parametrize(
-    # test_architectures.py runs the second type through this too
-    "config",
-    [pytest.param(item, marks=pytest.mark.long) for item in (MIXTRAL, QWEN)],
-    ids=["mixtral", "qwen3_moe"],
-)
-def test_experts_that_a_checkpoint_holds_apart_run_as_in_transformers(config, tmp_path):
-    model = saved(config, tmp_path / "model")
-    logits = engine_logits(tmp_path / "model", tmp_path / "work", IDS)
-    assert np.abs(logits - torch_logits(model, IDS)).max() < 1e-4  # fp32, logits near 1: the order of sums
 
 
 def test_names_and_shapes_are_those_that_transformers_saves(tmp_path):
@@ -102,5 +68,9 @@ def test_checkpoint_of_a_bare_decoder_runs_as_in_transformers(tmp_path):
         {n.removeprefix("transformer."): t.clone() for n, t in model.state_dict().items() if n != "lm_head.weight"},
         tmp_path / "model" / "model.safetensors",
     )
-    logits = engine_logits(tmp_path / "model", tmp_path / "work", IDS)
-    assert np.abs(logits - torch_logits(model, IDS)).max() < 1e-4  # as above
+    results = Results(tmp_path / "results")
+    make_engines(tmp_path / "model", results, "m", "fp32")
+    (logits,) = open_model(results, "m", "fp32", max_seq_len=32).step([Advance(0, IDS, 0)])
+    with torch.no_grad():
+        expected = model(torch.tensor([IDS]), use_cache=False).logits[0, -1].numpy()
+    assert np.abs(logits - expected).max() < 1e-4  # fp32, logits near 1: the order of sums

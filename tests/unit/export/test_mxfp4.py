@@ -14,6 +14,7 @@ import torch
 from checkpoints import error_of
 from demo_model import CONFIG as TOLERANCES
 from demo_model import LIMITS
+from pipeline import run_golden, run_validate
 from safetensors.numpy import load_file, save_file
 from test_experts import BACKENDS, logits_of, make_random
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -21,10 +22,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import lockstep
 from lockstep import Advance, Model, ModelOptions, Results
 from lockstep.artifacts.drift import Drift
-from lockstep.artifacts.files import read_json
 from lockstep.targets import Target
-from lockstep.verify import validate
-from lockstep.verify.golden.check import check_engines
 from lockstep.verify.golden.reference import make_reference
 from lockstep.verify.golden.terms import GoldenTerms
 from lockstep.weights import Weights
@@ -97,11 +95,10 @@ def test_engines_take_the_codes_from_the_checkpoints_own_file(checkpoint, tmp_pa
         assert {loaded.location(f"{name}.{part}")[0] for part in ("data", "scales")} == {(checkpoint / FILE).resolve()}
     assert np.abs(actual - expected).max() < 1e-4  # fp32 in another order, logits near 1
     results = Results(tmp_path)
-    # fmt: skip
-    engines = results.engines("m", "w4a16", backend)
-    assembly = results.assembly("m", "w4a16")
-    weights = results.weights("m", "w4a16")
-    model = Model.open(engines, assembly, weights, options=ModelOptions(max_batch_size=3, max_seq_len=32))
+    files = (
+        results.engines("m", "w4a16", backend), results.assembly("m", "w4a16"), results.weights("m", "w4a16"),
+    )  # fmt: skip
+    model = Model.open(*files, options=ModelOptions(max_batch_size=3, max_seq_len=32))
     tokens = np.array([3, 200, 17, 9, 101, 54])
     beside = model.step([Advance(0, tokens[::-1], 0), Advance(1, tokens, 0), Advance(2, tokens[:1], 0)])
     assert backend == "openvino" or model.engines.batch_invariant
@@ -116,15 +113,11 @@ def test_the_gates_hold_engines_to_the_checkpoint(checkpoint, tmp_path, backend)
     of_graphs, tolerance = (TOLERANCES.tolerance("demo-llama", "w4a16", name) for name in (None, backend))
     reference = results.quantized_reference("m", "w4a16", "all")
     terms = GoldenTerms(8, ("The cat",), 40)
-    paths = results.assembly("m", "w4a16"), results.weights("m", "w4a16"), results.checkpoint("m")
-    make_reference(paths[2], "all", terms, reference, paths[1])
+    make_reference(results.checkpoint("m"), "all", terms, reference, results.weights("m", "w4a16"))
     assert Drift.load(results.drift("m", "w4a16", "all")).max_weight_error == 0
-    validate.run(*paths, "all", of_graphs, 40, tmp_path / "validate.json")
-    check_engines(
-        *paths[:2], results.engines("m", "w4a16", backend), reference, Target("m", "w4a16", "all", backend), tolerance,
-        replace(LIMITS, max_seq_len=48), tmp_path / "golden.json", tmp_path / "speed.json",
-    )  # fmt: skip
-    assert read_json(tmp_path / "golden.json")["result"] == "pass"
+    target = Target("m", "w4a16", "all", backend)
+    run_validate(results, target, of_graphs, 40, tmp_path)
+    assert run_golden(results, target, tolerance, replace(LIMITS, max_seq_len=48), tmp_path)["result"] == "pass"
 
 
 @pytest.mark.parametrize(

@@ -17,25 +17,23 @@ from demo_model import DEMO, LIMITS
 from families import FAMILIES
 from hypothesis import given
 from hypothesis import strategies as st
+from pipeline import open_model
 from quantized_models import (
     ASKED,
     FAULTS,
     GROUP,
-    LIMIT,
     PRECISIONS,
     assert_far_off,
     check,
     damaged,
     demo,
-    each_random_family,
     product,
-    random_family,
     refer,
     validated,
 )
 from safetensors.numpy import load_file
 
-from lockstep import Model, ModelOptions, make_random_checkpoint
+from lockstep import make_random_checkpoint
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.drift import Drift
 from lockstep.artifacts.dtypes import ROW, named_dtype
@@ -82,21 +80,9 @@ def test_the_demo_says_what_its_dequantised_weights_say(shared, tmp_path, precis
 
 def test_low_memory_has_the_layers_weights_once(shared):
     results = demo(shared, "w4a16")
-    kind = "model", "w4a16"
-    files = results.engines(*kind, "onnxruntime"), results.assembly(*kind), results.weights(*kind)
     for low_memory in (False, True):
-        model = Model.open(*files, options=ModelOptions(max_batch_size=1, max_seq_len=16, low_memory=low_memory))
+        model = open_model(results, "model", "w4a16", max_batch_size=1, max_seq_len=16, low_memory=low_memory)
         assert (model.executor.networks[0].decode_layers is None) is low_memory
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("family", each_random_family)
-def test_random_families_say_what_their_dequantised_weights_say(shared, tmp_path, family):
-    for precision in ("w8a16", "w4a8"):
-        results = random_family(shared, family, precision)
-        for layers in (2, "all"):
-            validated(results, precision, layers, tmp_path)
-            assert check(results, precision, layers, LIMIT, tmp_path)["result"] == "pass"
 
 
 def test_what_is_quantised_and_what_stays(shared):

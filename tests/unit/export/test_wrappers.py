@@ -9,27 +9,23 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from pipeline import make_engines, open_model, run_golden, run_validate
 from safetensors.numpy import load_file, save_file
 from tests import lifelike
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMultimodalLM
 
-from lockstep.backends.builder import build
-from lockstep.checkpoint import resolve, resolve_architecture
+from lockstep.checkpoint import resolve
 from lockstep.checkpoint.language import language_name, language_tensors
 from lockstep.errors import InputError
-from lockstep.export import export
 from lockstep.export import language as wrappers
 from lockstep.export.language import language_config
 from lockstep.export.random_model import write_byte_tokenizer
 from lockstep.export.torch_model import cut_config
-from lockstep.runtime import Advance, Model, ModelOptions
+from lockstep.runtime import Advance
 from lockstep.targets import Limits, Results, Target
 from lockstep.tolerances import Tolerances
-from lockstep.verify import validate
-from lockstep.verify.golden.check import check_engines
 from lockstep.verify.golden.reference import make_reference
 from lockstep.verify.golden.terms import GoldenTerms
-from lockstep.weights import convert
 
 NAME = "tiny"
 TEXT = {
@@ -124,38 +120,22 @@ def test_the_language_model_of_a_wrapper_goes_through_all_stages(name, tmp_path,
     folder = tmp_path / "checkpoint"
     results = Results(tmp_path / "results")
     wrapper = write_wrapper(WRAPPERS[name], folder)
-    checkpoint = resolve(str(folder), folder, results.checkpoint(NAME))
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "left alone" in line]
+    make_engines(folder, results, NAME, "fp32")
+    (line, *_) = [line for line in capsys.readouterr().err.splitlines() if "left alone" in line]
     assert "visual" in line or "vision" in line
-    weights = convert(checkpoint, "fp32", results.weights(NAME, "fp32"))
-    assembly = export(
-        resolve_architecture(str(folder), folder, results.architecture(NAME)), "fp32", results.assembly(NAME, "fp32")
-    )
-    engines = build(assembly, "onnxruntime", results.engines(NAME, "fp32", "onnxruntime"))
-    model = Model.open(engines, assembly, weights, options=ModelOptions(max_batch_size=1, max_seq_len=64))
+    model = open_model(results, NAME, "fp32", max_batch_size=1, max_seq_len=64)
     ids = np.random.default_rng(0).integers(3, 256, 20)
     with torch.no_grad():
         expected = wrapper(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0].numpy()
     actual = [model.step([Advance(0, ids[:17], 0)])[0], *(model.step([Advance(0, ids[[n]], n)])[0] for n in (17, 18))]
     # fp32 sums in another order give 1e-6 to 2e-5 of the logits' standard deviation, 5 here
     assert abs(np.stack(actual) - expected[16:19]).max() < 1e-4 * expected.std()
-    _pass_validate_and_golden(results)
-
-
-def _pass_validate_and_golden(results: Results) -> None:
-    checkpoint = results.checkpoint(NAME)
-    assembly = results.assembly(NAME, "fp32")
-    weights = results.weights(NAME, "fp32")
+    target = Target(NAME, "fp32", "all", "onnxruntime")
     tolerances = Tolerances("fp32", block=1e-4, logits=1e-4)
-    validate.run(assembly, weights, checkpoint, "all", tolerances, 64, results.validation(NAME, "fp32", "all"))
-    make_reference(checkpoint, "all", GoldenTerms(4, ("a b",), 24), results.reference(NAME, "all"))
-    report, speed = (path(NAME, "fp32", "all", "onnxruntime") for path in (results.golden, results.speed))
-    check_engines(
-        assembly, weights, results.engines(NAME, "fp32", "onnxruntime"), results.reference(NAME, "all"),
-        Target(NAME, "fp32", "all", "onnxruntime"), tolerances,
-        Limits(max_batch_size=2, max_input_len=32, max_seq_len=64, max_num_tokens=64), report, speed,
-    )  # fmt: skip
-    assert json.loads(report.read_text())["result"] == "pass"
+    run_validate(results, target, tolerances, 64, tmp_path)
+    make_reference(results.checkpoint(NAME), "all", GoldenTerms(4, ("a b",), 24), results.reference(NAME, "all"))
+    limits = Limits(max_batch_size=2, max_input_len=32, max_seq_len=64, max_num_tokens=64)
+    assert run_golden(results, target, tolerances, limits, tmp_path)["result"] == "pass"
 
 
 @pytest.mark.parametrize(
@@ -204,7 +184,7 @@ def test_a_causal_lm_that_is_made_of_the_whole_config_is_no_wrapper():
 
 
 @pytest.mark.exports
-def test_a_wrapper_that_does_more_with_text_is_refused(monkeypatch):
+def test_a_wrapper_that_does_more_with_text_is_refused():
     config = WRAPPERS["llava"]
     language = AutoModelForCausalLM.from_config(cut_config(config, "all"), attn_implementation="eager").eval()
     wrappers.check_wrapper(config, language_config(config), language)

@@ -13,19 +13,15 @@ from demo_model import CONFIG, GOLDEN, LIMITS, TOLERANCES
 from families import tiny
 from graph_faults import change_file, change_input, is_window, plant_in_engine, replace_constant
 from onnx import helper, numpy_helper
+from pipeline import make_engines, run_golden, run_validate
 
 from lockstep.artifacts.files import read_json, write_json
-from lockstep.backends.builder import build
-from lockstep.checkpoint import resolve, resolve_architecture
 from lockstep.errors import CheckError
-from lockstep.export import export
 from lockstep.export.random_model import make
 from lockstep.stages import STAGES, Job
 from lockstep.targets import Results, Target
-from lockstep.verify import compare, validate
+from lockstep.verify import compare
 from lockstep.verify.boundaries import both_sides, config_lengths, edges, synthetic_past
-from lockstep.verify.golden.check import check_engines
-from lockstep.weights import convert
 
 WIDE = 300  # tokens
 WINDOWED = "windowed"
@@ -92,9 +88,9 @@ def test_a_graph_that_goes_wrong_behind_64_tokens_is_caught(demo, tmp_path, prec
         match=rf"^layer 0 \(block entry, attention\): {tensor}: expected an error "
         rf"of at most",
     ):
-        validate.run(
-            folder / "assembly.json", demo.weights("demo-llama", precision), demo.checkpoint("demo-llama"), 2,
-            TOLERANCES[precision], LIMITS.max_seq_len, tmp_path / "validate.json", threads=1,
+        run_validate(
+            demo, Target("demo-llama", precision, 2, "onnxruntime"), TOLERANCES[precision], LIMITS.max_seq_len,
+            tmp_path, assembly_json=folder / "assembly.json", threads=1,
         )  # fmt: skip
 
 
@@ -106,12 +102,7 @@ def windowed(shared, precision) -> Results:
     def run_stages(root: Path) -> None:
         write_json(root / "shape.json", config)
         folder = make(root / "shape.json", 0, root / "checkpoint")
-        results = Results(root / "results")
-        checkpoint = resolve(str(folder), folder, results.checkpoint(WINDOWED))
-        architecture = resolve_architecture(str(folder), folder, results.architecture(WINDOWED))
-        convert(checkpoint, precision, results.weights(WINDOWED, precision))
-        export(architecture, precision, results.assembly(WINDOWED, precision))
-        build(results.assembly(WINDOWED, precision), "onnxruntime", results.engines(WINDOWED, precision, "onnxruntime"))
+        make_engines(folder, Results(root / "results"), WINDOWED, precision)
 
     return Results(shared.folder(f"windowed-{precision}", run_stages) / "results")
 
@@ -121,14 +112,13 @@ def windowed(shared, precision) -> Results:
 @pytest.mark.parametrize("fault", WINDOWS.values(), ids=WINDOWS)
 def test_a_wide_window_that_is_off_by_one_is_caught(windowed, tmp_path, precision, fault):
     def validated():
-        return validate.run(
-            folder / "assembly.json", windowed.weights(WINDOWED, precision), windowed.checkpoint(WINDOWED), "all",
-            TOLERANCES[precision], 512, tmp_path / "validate.json", threads=1,
-        )  # fmt: skip
+        target = Target(WINDOWED, precision, "all", "onnxruntime")
+        changes = {"assembly_json": folder / "assembly.json", "threads": 1}
+        return run_validate(windowed, target, TOLERANCES[precision], 512, tmp_path, **changes)
 
     folder = shutil.copytree(windowed.assembly(WINDOWED, precision).parent, tmp_path / "graphs")
     if fault is None:
-        caches = read_json(validated())["long_context"]["caches"]
+        caches = validated()["long_context"]["caches"]
         assert [cache["num_past"] for cache in caches] == [63, 127, 255, 299, 447, 509]
         assert all(cache["relative_error"] <= cache["tolerance"] / 2 for cache in caches)  # there is room
         return
@@ -189,10 +179,9 @@ def test_an_engine_that_is_wrong_far_on_in_chunks_or_in_one_row_is_caught_by_bot
             tmp_path / "compare.json", threads=1,
         )  # fmt: skip
     with pytest.raises(CheckError, match=message):
-        check_engines(
-            assembly, weights, engines, references.reference("demo-llama", 2),
-            Target("demo-llama", precision, 2, "onnxruntime"), TOLERANCES[precision], LIMITS, tmp_path / "golden.json",
-            tmp_path / "golden.speed.json", [prompt.expected[2] for prompt in GOLDEN.prompts],
+        run_golden(
+            references, Target("demo-llama", precision, 2, "onnxruntime"), TOLERANCES[precision], LIMITS, tmp_path,
+            engines_json=engines, expected=[prompt.expected[2] for prompt in GOLDEN.prompts],
         )  # fmt: skip
 
 
@@ -228,15 +217,8 @@ def test_a_golden_check_that_fails_says_which_engine_leaves_its_graph(references
 
 
 def test_the_report_says_how_far_the_checks_looked(references, tmp_path):
-    paths = (
-        references.assembly("demo-llama", "fp32"),
-        references.weights("demo-llama", "fp32"),
-        references.engines("demo-llama", "fp32", "onnxruntime"),
-    )
-    report = read_json(check_engines(
-        *paths, references.reference("demo-llama", 2), Target("demo-llama", "fp32", 2, "onnxruntime"),
-        TOLERANCES["fp32"], LIMITS, tmp_path / "golden.json", tmp_path / "golden.speed.json",
-    ))  # fmt: skip
+    target = Target("demo-llama", "fp32", 2, "onnxruntime")
+    report = run_golden(references, target, TOLERANCES["fp32"], LIMITS, tmp_path)
     long = report["long_prompt"]
     assert long["num_tokens"] == 240 and len(long["tokens"]) == 16 and long["generate_equal"]
     for entry in (long, *report["prompts"]):

@@ -1,5 +1,6 @@
 """The golden check passes engines that equal the reference, and names prompt, step and tokens of others."""
 
+import itertools
 import shutil
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ import onnx
 import pytest
 from demo_model import GOLDEN, LIMITS, TOLERANCES
 from onnx import numpy_helper
+from pipeline import run_golden
 from safetensors.numpy import load_file, save_file
 
 from faults.table import FAULTS
@@ -17,7 +19,6 @@ from lockstep.errors import CheckError, InputError
 from lockstep.step.host import HostExecutor
 from lockstep.targets import Target
 from lockstep.tolerances import Tolerances
-from lockstep.verify.golden.check import check_engines
 from lockstep.verify.golden.decoding import DecodingCheck
 from lockstep.verify.golden.prompts import Decoded
 from lockstep.verify.metrics import failed_path
@@ -25,19 +26,8 @@ from lockstep.verify.metrics import failed_path
 
 def check(results, tmp_path, precision="fp32", layers=2, **changes):
     target = Target("demo-llama", precision, layers, "onnxruntime")
-    options = {
-        "assembly_json": results.assembly("demo-llama", precision),
-        "weights_json": results.weights("demo-llama", precision),
-        "engines_json": results.engines("demo-llama", precision, "onnxruntime"),
-        "reference_json": results.reference("demo-llama", layers),
-        "target": target,
-        "tolerance": TOLERANCES[precision],
-        "limits": LIMITS,
-        "out": tmp_path / "check.json",
-        "speed_out": tmp_path / "check.speed.json",
-        "expected": [prompt.expected.get(layers) for prompt in GOLDEN.prompts],
-    }
-    return check_engines(**{**options, **changes})
+    options = {"expected": [prompt.expected.get(layers) for prompt in GOLDEN.prompts], **changes}
+    return run_golden(results, target, TOLERANCES[precision], LIMITS, tmp_path, **options)
 
 
 @pytest.mark.parametrize(("precision", "layers"), [
@@ -45,7 +35,8 @@ def check(results, tmp_path, precision="fp32", layers=2, **changes):
     pytest.param("fp32", "all", marks=pytest.mark.long), pytest.param("fp16", 2, marks=pytest.mark.long),
 ])  # fmt: skip
 def test_the_demos_engines_say_what_the_reference_says(references, tmp_path, precision, layers):
-    report = read_json(check(references, tmp_path, precision, layers), "lockstep.golden/3")
+    report = check(references, tmp_path, precision, layers)
+    assert report["format"] == "lockstep.golden/3"
     assert report["result"] == "pass" and report["max_logit_error"] <= report["tolerance"]
     assert report["target"] == {
         "model": "demo-llama",
@@ -56,7 +47,7 @@ def test_the_demos_engines_say_what_the_reference_says(references, tmp_path, pre
     for prompt, entry in zip(GOLDEN.prompts, report["prompts"], strict=True):
         assert entry["tokens_equal"] and entry["alone_equal"] and entry["generate_equal"] and not entry["differences"]
         assert entry["text_out"] == prompt.expected[layers] == entry["expected"]
-    speed = read_json(tmp_path / "check.speed.json", "lockstep.speed/1")
+    speed = read_json(tmp_path / "speed.json", "lockstep.speed/1")
     assert speed["prefill_tokens_per_s"] > 0 and speed["decode_tokens_per_s"] > 0 and speed["batch_size"] == 4
     assert [entry["requests"] for entry in speed["by_requests"]] == [1, 2, 4]
     assert all(entry["decode_tokens_per_s"] > 0 for entry in speed["by_requests"])
@@ -78,7 +69,7 @@ def test_a_device_that_chooses_other_tokens_than_its_logits_say_fails(references
     )
     with pytest.raises(CheckError, match="as lockstep generate decodes: expected token"):
         check(references, tmp_path)
-    entries = read_json(failed_path(tmp_path / "check.json"))["prompts"]
+    entries = read_json(failed_path(tmp_path / "golden.json"))["prompts"]
     assert not any(entry["generate_equal"] for entry in entries) and all(entry["tokens_equal"] for entry in entries)
 
 
@@ -100,7 +91,7 @@ def test_what_drafts_change_fails(references, tmp_path, name, words):
     "limits", [{"max_batch_size": 3, "max_num_tokens": 10}, {"max_batch_size": 1, "max_num_tokens": 7}], ids=str
 )
 def test_more_prompts_than_slots_and_prompts_in_chunks_give_the_same(references, tmp_path, limits):
-    report = read_json(check(references, tmp_path, limits=replace(LIMITS, **limits)))
+    report = check(references, tmp_path, limits=replace(LIMITS, **limits))
     assert [entry["text_out"] for entry in report["prompts"]] == [prompt.expected[2] for prompt in GOLDEN.prompts]
 
 
@@ -119,8 +110,8 @@ def fails(results, tmp_path, message, **changes):
     with pytest.raises(CheckError, match=message) as error:
         check(results, tmp_path, **changes)
     assert "\n" not in str(error.value)
-    assert not (tmp_path / "check.json").exists() and not (tmp_path / "check.speed.json").exists()
-    report = read_json(failed_path(tmp_path / "check.json"), "lockstep.golden/3")
+    assert not (tmp_path / "golden.json").exists() and not (tmp_path / "speed.json").exists()
+    report = read_json(failed_path(tmp_path / "golden.json"), "lockstep.golden/3")
     assert report["result"] == "fail"
     return report
 
@@ -184,8 +175,8 @@ def test_nan_beside_other_requests_fails_where_requests_alone_are_right(copy, tm
 
     edit_graph(copy, "exit", spoil)
     report = fails(copy, tmp_path, "prompt 'San Francisco is a', step ")
-    gaps = [difference["gap"] for entry in report["prompts"] for difference in entry["alone_differences"]]
-    assert None in gaps
+    differences = itertools.chain(*(entry["alone_differences"] for entry in report["prompts"]))
+    assert None in [difference["gap"] for difference in differences]
 
 
 def test_another_token_fails_and_is_named_with_its_gap(copy, tmp_path):
@@ -252,7 +243,7 @@ def test_a_token_nearly_as_likely_is_accepted_and_reported(copy, tmp_path):
     engines, references = np.argsort(logits)[-2:].tolist()
     gap = float(logits[references] - logits[engines])
     wide = Tolerances("fp32", logits=gap * 1.01)
-    report = read_json(check(copy, tmp_path, tolerance=wide, expected=[None] * 4))
+    report = check(copy, tmp_path, tolerance=wide, expected=[None] * 4)
     difference = {"step": 2, "reference": references, "found": engines, "gap": gap, "accepted": True}
     (actual,) = report["prompts"][0]["differences"]
     assert actual.items() >= difference.items()
@@ -262,7 +253,7 @@ def test_a_token_nearly_as_likely_is_accepted_and_reported(copy, tmp_path):
     assert report["prompts"][0]["alone_equal"]
     fails(
         copy, tmp_path / "narrow", "step 2, decoding freely", tolerance=Tolerances("fp32", logits=gap * 0.99),
-        expected=[None] * 4, out=tmp_path / "narrow" / "check.json", speed_out=tmp_path / "narrow" / "check.speed.json",
+        expected=[None] * 4,
     )  # fmt: skip
 
 

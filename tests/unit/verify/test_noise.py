@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from demo_model import DEMO, GOLDEN
+from pipeline import run_golden, run_validate
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -18,8 +19,6 @@ from lockstep.errors import CheckError
 from lockstep.onnx_tools.judge import Spread, within
 from lockstep.targets import Limits, Results, Target
 from lockstep.tolerances import NOISE, Tolerances
-from lockstep.verify import validate
-from lockstep.verify.golden.check import check_engines
 from lockstep.verify.golden.reference import make_reference
 from lockstep.verify.golden.teacher_forced import logit_noise
 from lockstep.verify.golden.terms import GoldenTerms
@@ -87,9 +86,10 @@ def test_a_rounded_model_is_as_far_off_as_transformers_own_in_16_bits(tmp_path, 
         num_key_value_heads=2, initializer_range=0.15, attn_implementation="eager",
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    load = lambda dtype: AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, attn_implementation="eager").eval()
-    exact = load(torch.float32)
-    half = load(dtype)
+    exact, half = (
+        AutoModelForCausalLM.from_pretrained(tmp_path, dtype=item, attn_implementation="eager").eval()
+        for item in (torch.float32, dtype)
+    )
     ids = torch.randint(0, 300, (1, 60))
     before = {name: value.clone() for name, value in exact.state_dict().items()}
     with torch.no_grad():
@@ -97,8 +97,8 @@ def test_a_rounded_model_is_as_far_off_as_transformers_own_in_16_bits(tmp_path, 
         half_logits = half(ids).logits[0]
         with Rounded(dtype):
             actual = exact(ids).logits[0]
-    rms = lambda logits: float((logits.float() - right).square().mean().sqrt())
-    assert actual.dtype == dtype and 0.6 < rms(actual) / rms(half_logits) < 1.5
+    rms, half_rms = ((logits.float() - right).square().mean().sqrt() for logits in (actual, half_logits))
+    assert actual.dtype == dtype and 0.6 < rms / half_rms < 1.5
     assert all(torch.equal(value, before[name]) for name, value in exact.state_dict().items())
 
 
@@ -159,9 +159,8 @@ def noisy_results(demo, folder, change):
 
 
 def validated(results, tolerance=FP16):
-    name = "demo-llama"
-    paths = results.assembly(name, "fp16"), results.weights(name, "fp16"), results.checkpoint(name)
-    return read_json(validate.run(*paths, 2, tolerance, 128, results.validation(name, "fp16", 2), threads=1))
+    out = results.validation("demo-llama", "fp16", 2)
+    return run_validate(results, TARGET, tolerance, 128, out.parent, out=out, threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -174,18 +173,13 @@ def trained(demo, tmp_path_factory):
 
 
 def check(results, out, tolerance=FP16):
-    name = "demo-llama"
-    paths = results.assembly(name, "fp16"), results.weights(name, "fp16"), results.engines(name, "fp16", "onnxruntime")
-    reference = results.reference(name, 2)
-    return check_engines(
-        *paths, reference, TARGET, tolerance, Limits(4, 128, 128, 512), out, out.with_suffix(".speed.json")
-    )
+    return run_golden(results, TARGET, tolerance, Limits(4, 128, 128, 512), out.parent, out=out)
 
 
 @pytest.mark.long
 def test_right_graphs_and_engines_pass_on_the_activations_of_trained_models(trained, tmp_path):
     validated(trained)
-    report = read_json(check(trained, tmp_path / "golden.json"))
+    report = check(trained, tmp_path / "golden.json")
     assert report["result"] == "pass"
     # The model is one that a constant of 0.05, as of random weights, refuses.
     assert 0.05 < report["max_logit_error"] < report["tolerance"]
@@ -200,7 +194,7 @@ def test_an_engine_that_is_a_little_wrong_everywhere_is_refused_by_its_rms(train
 
     right = Model.step
     random = np.random.default_rng(0)
-    noise = read_json(check(trained, tmp_path / "right.json"))["prompts"][3]["logit_noise"]
+    noise = check(trained, tmp_path / "right.json")["prompts"][3]["logit_noise"]
 
     def wrong(self, advances, *arguments):
         logits = right(self, advances, *arguments)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from demo_model import CONFIG as DEMO_CONFIG
 from families import FAMILIES, some_families
+from pipeline import write_assembly
 
 from lockstep import make_random_checkpoint
-from lockstep.artifacts.files import read_json, sha256_file
-from lockstep.artifacts.places import FileEntry
+from lockstep.artifacts.files import read_json
 from lockstep.artifacts.reports import ServedReport
 from lockstep.backends.builder import build
 from lockstep.checkpoint import resolve
@@ -50,17 +50,8 @@ class Made:
         """What `export` writes, without the small model that shows that the split into blocks is right."""
         config = dict(FAMILIES[self.family].config)
         parts = shared.parts(config, PRECISION)
-        files, assembly = assemble(
-            meta_model(config, PRECISION), config, PRECISION, tensor_parallel=degree, traced=parts
-        )
-        files["tokenizer.json"] = (self.source / "tokenizer.json").read_bytes()
-        out.mkdir()
-        for name, data in files.items():
-            (out / name).write_bytes(data)
-        tokenizer = FileEntry("tokenizer.json", sha256_file(out / "tokenizer.json"))
-        ends = tuple(read_json(self.results.reference(MODEL, "all"))["eos_token_ids"])
-        replace(assembly, tokenizer=tokenizer, eos_token_ids=ends).save(out / "assembly.json")
-        return out / "assembly.json"
+        graphs = assemble(meta_model(config, PRECISION), config, PRECISION, tensor_parallel=degree, traced=parts)
+        return write_assembly(*graphs, self.source, out / "assembly.json")
 
 
 def make(family: str, folder: Path) -> Made:

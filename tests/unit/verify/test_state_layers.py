@@ -8,10 +8,12 @@ from unittest import mock
 import families
 import numpy as np
 import onnx
+import pipeline
 import pytest
 from built_family import NAME, built_family
 from families import WITH_STATES
 from onnx import numpy_helper
+from pipeline import run_golden
 from test_sweep import pair, spoiled
 
 import fake_gpu
@@ -28,7 +30,6 @@ from lockstep.step.host_step import HostStep
 from lockstep.step.kv_cache import KVCache
 from lockstep.targets import Limits, Results, Target
 from lockstep.tolerances import EXPORT, Tolerances
-from lockstep.verify.golden.check import check_engines
 from lockstep.verify.golden.reference import make_reference
 from lockstep.verify.golden.terms import GoldenTerms
 
@@ -42,13 +43,8 @@ def root(request, shared):
 
 
 def open_model(root, precision="fp32", **limits) -> Model:
-    results = Results(root / "results")
-    return Model.open(
-        results.engines(NAME, precision, "onnxruntime"),
-        results.assembly(NAME, precision),
-        results.weights(NAME, precision),
-        options=ModelOptions(**{"max_batch_size": 4, "max_seq_len": 128, "chunk_size": 32} | limits),
-    )
+    options = {"max_batch_size": 4, "max_seq_len": 128, "chunk_size": 32} | limits
+    return pipeline.open_model(Results(root / "results"), NAME, precision, **options)
 
 
 def ids(count: int, seed: int) -> np.ndarray:
@@ -123,34 +119,15 @@ def test_in_fp16_a_request_has_the_bits_of_it_alone_in_company(shared, family):
         np.testing.assert_array_equal(actual[number, 0], run(Engine(model), request)[0, 0])
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("family", WITH_STATES)
-def test_golden_passes_on_openvino(shared, family):
-    pytest.importorskip("openvino")
-    root = built_family(shared, family)
+def check_golden(root, folder) -> None:
     results = Results(root / "results")
-    build(results.assembly(NAME, "fp32"), "openvino", results.engines(NAME, "fp32", "openvino"))
-    check_golden(root, "openvino")
-
-
-def check_golden(root, backend: str = "onnxruntime") -> None:
-    results = Results(root / "results")
-    target = Target(NAME, "fp32", "all", backend)
+    target = Target(NAME, "fp32", "all", "onnxruntime")
     reference = results.reference(NAME, "all")
     if not reference.exists():
         terms = GoldenTerms(8, ("San Francisco is a", "x", "lockstep"), 120)
         make_reference(results.checkpoint(NAME), "all", terms, reference)
-    check_engines(
-        results.assembly(NAME, "fp32"),
-        results.weights(NAME, "fp32"),
-        results.engines(NAME, "fp32", backend),
-        reference,
-        target,
-        Tolerances("fp32", block=1e-4, logits=1e-4),
-        Limits(max_batch_size=3, max_input_len=32, max_seq_len=128, max_num_tokens=64),
-        results.golden(*(parts := (NAME, "fp32", "all", backend))),
-        results.speed(*parts),
-    )
+    limits = Limits(max_batch_size=3, max_input_len=32, max_seq_len=128, max_num_tokens=64)
+    run_golden(results, target, Tolerances("fp32", block=1e-4, logits=1e-4), limits, folder)
 
 
 def forgotten(right):
@@ -178,9 +155,9 @@ def not_written(right):
         pytest.param(HostStep, "_write_states", not_written, id="of decoded tokens not kept"),
     ],
 )
-def test_the_golden_check_sees_a_state_that_is(root, owner, name, wrap):
+def test_the_golden_check_sees_a_state_that_is(root, tmp_path, owner, name, wrap):
     with mock.patch.object(owner, name, wrap(getattr(owner, name))), pytest.raises(CheckError):
-        check_golden(root)
+        check_golden(root, tmp_path)
 
 
 @pytest.mark.parametrize("output", ["attention", "state_out"])
@@ -277,9 +254,10 @@ def test_states_lie_beside_blocks_of_tensorrt(shared, tmp_path, family, precisio
     ]
 
     def logits(model):
-        return np.concatenate(
-            [model.step([Advance(slot, tokens[low:high], low) for slot, low, high in step]) for step in steps]
-        )
+        rows = []
+        for step in steps:
+            rows += [model.step([Advance(slot, tokens[low:high], low) for slot, low, high in step])]
+        return np.concatenate(rows)
 
     on_host = build(assembly, "onnxruntime", tmp_path / "onnxruntime" / "engines.json")
     expected = logits(Model.open(on_host, assembly, weights, options=ModelOptions(max_seq_len=128)))

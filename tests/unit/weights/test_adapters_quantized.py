@@ -11,13 +11,12 @@ import pytest
 from demo_model import DEMO
 from lora_folders import ADAPTERS, CONFIG, NAMES, ROOM, logits_of, requests, sizes, tensors, write
 from packed_checkpoints import GPTQ, Layout, write_packed
+from pipeline import write_assembly
 
 from lockstep.artifacts.adapted import AdaptedReport
 from lockstep.artifacts.adapters import A_SUFFIX, B_SUFFIX
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.checkpoint import CheckpointManifest
-from lockstep.artifacts.files import sha256_file, write_bytes
-from lockstep.artifacts.places import FileEntry
 from lockstep.artifacts.quantized import is_data
 from lockstep.artifacts.reference import ReferenceManifest
 from lockstep.backends.builder import build
@@ -61,12 +60,8 @@ def adapted_results(shared: Shared, base: str) -> tuple[Results, str]:
         already = CheckpointManifest.load(results.checkpoint("model")).quantization
         plain = shared.assembled(CONFIG_JSON, "fp32")
         for name, (files, assembly) in (("model", with_adapters(*plain, ROOM)), ("plain", plain)):
-            files, assembly = quantize(files, assembly, precision, already.group_size if already else 16, already)
-            out = results.assembly(name, precision)
-            for file, data in {**files, "tokenizer.json": (source / "tokenizer.json").read_bytes()}.items():
-                write_bytes(out.parent / file, data)
-            tokenizer = FileEntry("tokenizer.json", sha256_file(out.with_name("tokenizer.json")))
-            replace(assembly, tokenizer=tokenizer, eos_token_ids=(CONFIG_JSON["eos_token_id"],)).save(out)
+            graphs = quantize(files, assembly, precision, already.group_size if already else 16, already)
+            out = write_assembly(*graphs, source, results.assembly(name, precision))
             build(out, "onnxruntime", results.engines(name, precision, "onnxruntime"))
         convert(results.checkpoint("model"), precision, results.weights("model", precision), out)
         taking = Assembly.load(results.assembly("model", precision))
@@ -74,10 +69,9 @@ def adapted_results(shared: Shared, base: str) -> tuple[Results, str]:
         folders["random"] = write(root / "random", 16, tensors(sizes(taking), 16, seed=3))
         sources = {name: str(folder) for name, folder in folders.items()}
         resolve_adapters(sources, folders, results.checkpoint("model"), 16, None, results.adapters("model"))
-        prompts = {
-            name: tuple(prompt.text for prompt in adapter_prompt)
-            for name, adapter_prompt in CONFIG.adapter_prompts("demo-lora").items()
-        }
+        prompts = {}
+        for name, adapter_prompts in CONFIG.adapter_prompts("demo-lora").items():
+            prompts[name] = tuple(prompt.text for prompt in adapter_prompts)
         make_reference(
             results.checkpoint("model"),
             "all",
@@ -148,8 +142,10 @@ def test_the_check_finds_a_forgotten_scale_and_a_reference_in_full_precision(
     other = ReferenceManifest.load(full)
     assert reference.logits.sha256 != other.logits.sha256
     write_adapter = loading.write_adapter
-    forget = lambda adapter, *arguments: write_adapter(replace(adapter, scale=1.0), *arguments)
-    monkeypatch.setattr("lockstep.runtime.adapters.write_adapter", forget)
+    monkeypatch.setattr(
+        "lockstep.runtime.adapters.write_adapter",
+        lambda adapter, *arguments: write_adapter(replace(adapter, scale=1.0), *arguments),
+    )
     with pytest.raises(CheckError, match="adapter 'captain', prompt .* decoding freely: expected token"):
         checked(results, precision, tmp_path / "report.json")
 

@@ -17,15 +17,14 @@ from coded_checkpoints import SETTINGS, Tensors, save, tensors_of, write_coded
 from demo_model import CONFIG, DEMO, LIMITS
 from lora_folders import tensors as lora_tensors
 from lora_folders import write as write_adapter
-from packed_checkpoints import write_settings
+from packed_checkpoints import PROJ, spoil, without, write_settings
+from pipeline import run_golden, run_validate, write_assembly
 from quantized_models import ASKED, refer
 from safetensors.torch import load_file as load_torch
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.drift import Drift
-from lockstep.artifacts.files import sha256_file
-from lockstep.artifacts.places import FileEntry
 from lockstep.artifacts.quantized import data_name
 from lockstep.backends.builder import build
 from lockstep.checkpoint import resolve
@@ -33,8 +32,6 @@ from lockstep.checkpoint.resolve import resolve_architecture
 from lockstep.config import load
 from lockstep.export.quantize import quantize
 from lockstep.targets import Results, Target
-from lockstep.verify import validate
-from lockstep.verify.golden.check import check_engines
 from lockstep.verify.golden.reference import make_reference
 from lockstep.weights import Weights, convert
 from lockstep.weights.check_adapters import check_folder
@@ -42,9 +39,6 @@ from lockstep.weights.source import open_source
 from shared import Shared
 
 MODEL = json.loads((DEMO / "config.json").read_text())
-PROJ = "model.layers.0.mlp.up_proj"
-
-
 # A kind of codes each; the others differ in scales and names, which the first test reads.
 EACH = ("fp8-blocks", "nvfp4", "nf4", "bnb-int8")
 
@@ -106,13 +100,7 @@ def converted(folder: Path, precision: str, results: Results, shared: Shared) ->
     files, assembly = shared.assembled(MODEL, "fp32")
     if precision != "fp32":
         files, assembly = quantize(files, assembly, precision, 16)
-    out = results.assembly("model", precision)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    files = {**files, "tokenizer.json": (folder / "tokenizer.json").read_bytes()}
-    for name, data in files.items():
-        (out.parent / name).write_bytes(data)
-    tokenizer = FileEntry("tokenizer.json", sha256_file(out.with_name("tokenizer.json")))
-    replace(assembly, tokenizer=tokenizer, eos_token_ids=(MODEL["eos_token_id"],)).save(out)
+    out = write_assembly(files, assembly, folder, results.assembly("model", precision))
     convert(results.checkpoint("model"), precision, results.weights("model", precision), out)
     return results
 
@@ -125,23 +113,15 @@ def converted(folder: Path, precision: str, results: Results, shared: Shared) ->
 )  # fmt: skip
 def test_engines_say_what_the_numbers_say(shared, tmp_path, layout, precision):
     results = converted(source(shared, layout)[0], precision, Results(tmp_path / "results"), shared)
-    assembly = results.assembly("model", precision)
-    weights = results.weights("model", precision)
-    build(assembly, "onnxruntime", results.engines("model", precision, "onnxruntime"))
-    reference = results.reference("model", 2)
-    make_reference(results.checkpoint("model"), 2, ASKED, reference)
+    build(results.assembly("model", precision), "onnxruntime", results.engines("model", precision, "onnxruntime"))
+    make_reference(results.checkpoint("model"), 2, ASKED, results.reference("model", 2))
     if precision != "fp32":
         refer(results, precision, 2, ASKED)
         assert 0 < Drift.load(results.drift("model", precision, 2)).max_weight_error < 1.001  # quantised again
-        reference = results.quantized_reference("model", precision, 2)
+    target = Target("model", precision, 2, "onnxruntime")
     of_graphs, tolerance = (CONFIG.tolerance("demo-llama", precision, backend) for backend in (None, "onnxruntime"))
-    validate.run(assembly, weights, results.checkpoint("model"), 2, of_graphs, 96, tmp_path / "validate.json")
-    check_engines(
-        assembly, weights, results.engines("model", precision, "onnxruntime"), reference,
-        Target("model", precision, 2, "onnxruntime"), tolerance, LIMITS, tmp_path / "golden.json",
-        tmp_path / "speed.json",
-    )  # fmt: skip
-    assert json.loads((tmp_path / "golden.json").read_text())["result"] == "pass"
+    run_validate(results, target, of_graphs, 96, tmp_path)
+    assert run_golden(results, target, tolerance, LIMITS, tmp_path)["result"] == "pass"
 
 
 def test_a_config_may_ask_for_any_precision_and_a_line_says_how_weights_are_read(shared, tmp_path, capsys):
@@ -155,19 +135,8 @@ def test_a_config_may_ask_for_any_precision_and_a_line_says_how_weights_are_read
     )
 
 
-def _drop(suffix: str) -> Callable[[Tensors], Any]:
-    return lambda tensors: tensors.pop(f"{PROJ}.{suffix}")
-
-
-def _set(suffix: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Tensors], Any]:
-    def edit(tensors: Tensors) -> None:
-        tensors[f"{PROJ}.{suffix}"] = np.ascontiguousarray(change(tensors[f"{PROJ}.{suffix}"].copy()))
-
-    return edit
-
-
 def _state(text: str) -> Callable[[Tensors], Any]:
-    return _set("weight.quant_state.bitsandbytes__nf4", lambda _: np.frombuffer(text.encode(), np.uint8))
+    return spoil("weight.quant_state.bitsandbytes__nf4", lambda _: np.frombuffer(text.encode(), np.uint8))
 
 
 def _nan(array: np.ndarray) -> np.ndarray:
@@ -178,24 +147,24 @@ def _nan(array: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(
     ("layout", "edit", "line"),
     [
-        ("fp8-blocks", _drop("weight_scale_inv"), f"expected tensor '{PROJ}.weight_scale_inv' for '{PROJ}.weight'"),
-        ("fp8-blocks", _set("weight_scale_inv", lambda a: a[:, :1]), "[4, 2], found F32 [4, 1]"),
-        ("fp8-tensor", _set("weight_scale", lambda a: np.ones(3, np.float32)), "[400, 1] or [400] or [1, 1] or [1] or "
+        ("fp8-blocks", without("weight_scale_inv"), f"expected tensor '{PROJ}.weight_scale_inv' for '{PROJ}.weight'"),
+        ("fp8-blocks", spoil("weight_scale_inv", lambda a: a[:, :1]), "[4, 2], found F32 [4, 1]"),
+        ("fp8-tensor", spoil("weight_scale", lambda a: np.ones(3, np.float32)), "[400, 1] or [400] or [1, 1] or [1] or "
          "[], found F32 [3]"),
-        ("fp8-rows", _set("weight_scale", lambda a: a[1:]), "found BF16 [399, 1]; does config.json"),
-        ("fp8-rows", _set("weight", _nan), "expected finite numbers, found 1 NaN"),
-        ("nvfp4", _drop("weight_global_scale"), f"expected tensor '{PROJ}.weight_global_scale' for"),
-        ("nvfp4", _drop("weight_packed"), f"expected tensor '{PROJ}.weight_packed' for '{PROJ}.weight_scale'"),
-        ("nvfp4", _set("weight_scale", lambda a: a[:, 1:]), "expected F8_E4M3 [400, 9], found F8_E4M3 [400, 8]"),
-        ("nvfp4", _set("weight_packed", lambda a: a[:, 1:]), "U8 of two dimensions, of 8s, found U8 [400, 71]"),
-        ("nvfp4", _set("weight_global_scale", lambda a: 0 * a), "NaN and "),
-        ("nf4", _drop("weight.absmax"), f"expected tensor '{PROJ}.weight.absmax' for '{PROJ}.weight.quant_state"),
-        ("nf4", _set("weight.absmax", lambda a: a[1:]), "expected U8 [900], found U8 [899]"),
-        ("nf4", _set("weight", lambda a: a[1:]), "found U8 [28799, 1]"),
+        ("fp8-rows", spoil("weight_scale", lambda a: a[1:]), "found BF16 [399, 1]; does config.json"),
+        ("fp8-rows", spoil("weight", _nan), "expected finite numbers, found 1 NaN"),
+        ("nvfp4", without("weight_global_scale"), f"expected tensor '{PROJ}.weight_global_scale' for"),
+        ("nvfp4", without("weight_packed"), f"expected tensor '{PROJ}.weight_packed' for '{PROJ}.weight_scale'"),
+        ("nvfp4", spoil("weight_scale", lambda a: a[:, 1:]), "expected F8_E4M3 [400, 9], found F8_E4M3 [400, 8]"),
+        ("nvfp4", spoil("weight_packed", lambda a: a[:, 1:]), "U8 of two dimensions, of 8s, found U8 [400, 71]"),
+        ("nvfp4", spoil("weight_global_scale", lambda a: 0 * a), "NaN and "),
+        ("nf4", without("weight.absmax"), f"expected tensor '{PROJ}.weight.absmax' for '{PROJ}.weight.quant_state"),
+        ("nf4", spoil("weight.absmax", lambda a: a[1:]), "expected U8 [900], found U8 [899]"),
+        ("nf4", spoil("weight", lambda a: a[1:]), "found U8 [28799, 1]"),
         ("nf4", _state("{"), "expected JSON with shape and blocksize, found 'Expecting property name"),
         ("nf4", _state('{"shape": [400, 0], "blocksize": 64}'), "with shape and blocksize, found '[400, 0"),
-        ("bnb-int8", _set("SCB", lambda a: a[1:]), "expected F32 [400], found F32 [399]"),
-        ("bnb-int8", _set("weight_format", lambda a: a + np.uint8(1)), "expected 0, rows one after another, found 1"),
+        ("bnb-int8", spoil("SCB", lambda a: a[1:]), "expected F32 [400], found F32 [399]"),
+        ("bnb-int8", spoil("weight_format", lambda a: a + np.uint8(1)), "expected 0, rows one after another, found 1"),
     ],
 )  # fmt: skip
 def test_parts_that_do_not_fit_are_refused(tmp_path, layout, edit, line):

@@ -17,7 +17,19 @@ import pytest
 from checkpoints import error_of
 from demo_model import DEMO, LIMITS
 from families import FAMILIES
-from packed_checkpoints import GPTQ, LAYOUTS, Layout, label, tensors_of, write_packed, write_settings
+from packed_checkpoints import (
+    GPTQ,
+    LAYOUTS,
+    PROJ,
+    Layout,
+    label,
+    spoil,
+    tensors_of,
+    without,
+    write_packed,
+    write_settings,
+)
+from pipeline import write_assembly
 from quantized_models import ASKED, check, damaged, refer, validated
 from safetensors.numpy import load_file, save_file
 
@@ -26,7 +38,6 @@ from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.drift import Drift
 from lockstep.artifacts.files import sha256_file, write_json
-from lockstep.artifacts.places import FileEntry
 from lockstep.artifacts.quantized import QuantizedTensors, data_name, order_name, zero_points_name
 from lockstep.backends.builder import build
 from lockstep.checkpoint import resolve
@@ -77,13 +88,7 @@ def converted(shared: Shared, layout: Layout, root: Path, folder: Path | None = 
     resolve(str(folder), folder, results.checkpoint("model"))
     already = CheckpointManifest.load(results.checkpoint("model")).quantization
     files, assembly = quantize(*shared.assembled(CONFIG, "fp32"), precision, already.group_size, already)
-    out = results.assembly("model", precision)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    files["tokenizer.json"] = (folder / "tokenizer.json").read_bytes()
-    for name, data in files.items():
-        (out.parent / name).write_bytes(data)
-    tokenizer = FileEntry("tokenizer.json", sha256_file(out.with_name("tokenizer.json")))
-    replace(assembly, tokenizer=tokenizer, eos_token_ids=(CONFIG["eos_token_id"],)).save(out)
+    out = write_assembly(files, assembly, folder, results.assembly("model", precision))
     convert(results.checkpoint("model"), precision, results.weights("model", precision), out)
     return results
 
@@ -349,20 +354,6 @@ def test_auto_round_packs_as_gptq_and_awq_do(form, layout):
     assert packing_of({"quantization_config": settings}) == packing_of({"quantization_config": layout.config()})
 
 
-PROJ = "model.layers.0.mlp.up_proj"
-
-
-def _drop(suffix: str) -> Callable[[dict[str, np.ndarray]], Any]:
-    return lambda tensors: tensors.pop(f"{PROJ}.{suffix}")
-
-
-def _set(suffix: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[dict[str, np.ndarray]], Any]:
-    def edit(tensors: dict[str, np.ndarray]) -> None:
-        tensors[f"{PROJ}.{suffix}"] = np.ascontiguousarray(change(tensors[f"{PROJ}.{suffix}"].copy()))
-
-    return edit
-
-
 def _float_too(tensors: dict[str, np.ndarray]) -> None:
     tensors[f"{PROJ}.weight"] = np.zeros((400, 144), np.float16)
 
@@ -374,19 +365,19 @@ def _zero_point(tensors: dict[str, np.ndarray]) -> None:
 @pytest.mark.parametrize(
     ("layout", "edit", "line"),
     [
-        (GPTQ, _drop("qzeros"), f"expected tensor '{PROJ}.qzeros' for '{PROJ}."),
-        (GPTQ, _drop("qweight"), f"expected tensor '{PROJ}.qweight' for '{PROJ}."),
-        (GPTQ, _set("qweight", lambda a: a[:-1]), f"tensor '{PROJ}.qweight': expected rows of a multiple of 16 numbers, "  # noqa: E501
+        (GPTQ, without("qzeros"), f"expected tensor '{PROJ}.qzeros' for '{PROJ}."),
+        (GPTQ, without("qweight"), f"expected tensor '{PROJ}.qweight' for '{PROJ}."),
+        (GPTQ, spoil("qweight", lambda a: a[:-1]), f"tensor '{PROJ}.qweight': expected rows of a multiple of 16 numbers, "  # noqa: E501
          "as group_size in config.json says, found I32 [17, 400]"),
-        (GPTQ, _set("qweight", lambda a: a.astype(np.int64)), "expected I32 or U32 of two dimensions, found I64"),
-        (GPTQ, _set("scales", lambda a: a[:-1]), f"tensor '{PROJ}.scales': expected F64 or F32 or F16 or BF16 [9, 400], "  # noqa: E501
+        (GPTQ, spoil("qweight", lambda a: a.astype(np.int64)), "expected I32 or U32 of two dimensions, found I64"),
+        (GPTQ, spoil("scales", lambda a: a[:-1]), f"tensor '{PROJ}.scales': expected F64 or F32 or F16 or BF16 [9, 400], "  # noqa: E501
          "found F16 [8, 400]"),
-        (GPTQ, _set("qzeros", lambda a: a.T), "expected I32 or U32 [9, 50], found I32 [50, 9]"),
-        (GPTQ, _set("g_idx", lambda a: a[:-1]), "expected I32 or U32 [144], found I32 [143]"),
+        (GPTQ, spoil("qzeros", lambda a: a.T), "expected I32 or U32 [9, 50], found I32 [50, 9]"),
+        (GPTQ, spoil("g_idx", lambda a: a[:-1]), "expected I32 or U32 [144], found I32 [143]"),
         (GPTQ, _float_too, f"expected '{PROJ}.weight' packed or in floating point, found both"),
         (PACK, _zero_point, "expected none of this name, as symmetric in config.json says"),
-        (PACK, _set("weight_scale", lambda a: a.astype(np.int8)), "expected F64 or F32 or F16 or BF16 [400, 9], found I8"),  # noqa: E501
-        (INT8, _set("weight_scale", lambda a: a[:, 0]), "[400, 1], found F16 [400]"),
+        (PACK, spoil("weight_scale", lambda a: a.astype(np.int8)), "expected F64 or F32 or F16 or BF16 [400, 9], found I8"),  # noqa: E501
+        (INT8, spoil("weight_scale", lambda a: a[:, 0]), "[400, 1], found F16 [400]"),
     ],
 )  # fmt: skip
 def test_parts_that_do_not_fit_are_refused_by_headers(shared, tmp_path, layout, edit, line):
@@ -418,14 +409,14 @@ def _other_order(array: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(
     ("layout", "edit", "line"),
     [
-        (GPTQ, _set("scales", _nan), f"tensor '{PROJ}.scales' (F16 [9, 400]): expected finite numbers, found 1 NaN"),
-        (GPTQ, _set("g_idx", _other_order), f"tensor '{PROJ}.g_idx' (I32 [144]): expected columns in the order of their "  # noqa: E501
+        (GPTQ, spoil("scales", _nan), f"tensor '{PROJ}.scales' (F16 [9, 400]): expected finite numbers, found 1 NaN"),
+        (GPTQ, spoil("g_idx", _other_order), f"tensor '{PROJ}.g_idx' (I32 [144]): expected columns in the order of their "  # noqa: E501
          "groups, found another; correct config.json (desc_act: true)"),
-        (GPTQ, _set("qzeros", np.zeros_like), "expected zero points of 8 (sym: true in config.json), found 1"),
-        (ORDERED, _set("g_idx", lambda a: a + np.int32(1)), "expected 9 groups of 16 columns, found 1 to 9"),
-        (ORDERED, _set("g_idx", np.zeros_like), "expected 9 groups of 16 columns, found 0 to 0"),
-        (ZEROS, _set("qzeros", lambda a: a | 15), "expected zero points of at most 15, found 16; readers of the format"),  # noqa: E501
-        (PACK, _set("weight_shape", lambda a: a[::-1]), "expected [400, 144], found [144, 400]"),
+        (GPTQ, spoil("qzeros", np.zeros_like), "expected zero points of 8 (sym: true in config.json), found 1"),
+        (ORDERED, spoil("g_idx", lambda a: a + np.int32(1)), "expected 9 groups of 16 columns, found 1 to 9"),
+        (ORDERED, spoil("g_idx", np.zeros_like), "expected 9 groups of 16 columns, found 0 to 0"),
+        (ZEROS, spoil("qzeros", lambda a: a | 15), "expected zero points of at most 15, found 16; readers of the format"),  # noqa: E501
+        (PACK, spoil("weight_shape", lambda a: a[::-1]), "expected [400, 144], found [144, 400]"),
     ],
 )  # fmt: skip
 def test_values_that_cannot_be_are_refused_when_they_are_read(shared, tmp_path, layout, edit, line):

@@ -4,6 +4,7 @@ compute is what one computes."""
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,13 +15,13 @@ import numpy as np
 import pytest
 from checkpoints import error_of
 from families import FAMILIES
+from pipeline import open_model, write_assembly
 from quantized_models import LIMIT, build_model, check, validated
 
 import fake_gpu
 from lockstep import Advance, Model, ModelOptions, make_random_checkpoint
 from lockstep.artifacts.assembly import Assembly
-from lockstep.artifacts.files import read_json, sha256_file, write_json
-from lockstep.artifacts.places import FileEntry
+from lockstep.artifacts.files import read_json, write_json
 from lockstep.artifacts.quantized import data_name, scales_name
 from lockstep.artifacts.tensor_parallel import Shard
 from lockstep.backends.builder import build
@@ -56,12 +57,7 @@ def split(family: str, precision: str, group_size: int = GROUP) -> tuple[dict[st
 
 
 def write(family: str, precision: str, source: Path, out: Path) -> None:
-    files, assembly = split(family, precision)
-    out.parent.mkdir(parents=True)
-    for name, data in {**files, "tokenizer.json": (source / "tokenizer.json").read_bytes()}.items():
-        (out.parent / name).write_bytes(data)
-    tokenizer = FileEntry("tokenizer.json", sha256_file(out.with_name("tokenizer.json")))
-    replace(assembly, tokenizer=tokenizer, eos_token_ids=(config_of(family)["eos_token_id"],)).save(out)
+    write_assembly(*split(family, precision), source, out)
 
 
 @pytest.fixture(scope="module", params=[("llama", "w4a16"), ("gpt_neox", "w8a16"), ("gpt2", "w4a16")], ids="-".join)
@@ -84,7 +80,7 @@ def test_two_gpus_read_their_part_of_small_weights(results: tuple[Results, str],
     pair = (quantized.assembly("model", precision), quantized.weights("model", precision))
     random = np.random.default_rng(0)
     limits = {name: getattr(LIMIT, name) for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
-    alone = Model.open(quantized.engines("model", precision, "onnxruntime"), *pair, options=ModelOptions(**limits))
+    alone = open_model(quantized, "model", precision, **limits)
     if precision == "w8a16":  # GPT-NeoX, whose query, key and value are one weight: ranks transpose their parts of it
         with pytest.raises(
             CheckError, match="have a CUDA kernel, found one of .*, Transpose in a form that has none; use"
@@ -142,12 +138,12 @@ def test_ranks_read_the_file_that_one_rank_reads(results: tuple[Results, str]) -
             split_class = full.tensor_parallel.classes[old.graph]
             sizes = {slot.name: slot.sizes for slot in assembly.classes[part.graph].signature.slots}
             for slot in {name.removesuffix(".data") for name in part.slots if name.endswith(".data")}:
-                take = lambda name, rank: sharded.take_weight(
-                    name, slot_array(weights, part.slots[name], sizes[name]), rank
-                )
+                names = data_name(slot), scales_name(slot)
+                arrays = [slot_array(weights, part.slots[name], sizes[name]) for name in names]
                 (tensor,) = old.slots[slot]
                 for rank in range(2):
-                    dequantized = dequantize(take(data_name(slot), rank), take(scales_name(slot), rank), GROUP)
+                    data, scales = (sharded.take_weight(*pair, rank) for pair in zip(names, arrays))
+                    dequantized = dequantize(data, scales, GROUP)
                     assert np.array_equal(dequantized, split_class.take_weight(slot, exact[tensor], rank))
                     assert dequantized.size < exact[tensor].size
                     num_slots += 1
@@ -172,13 +168,14 @@ def test_integers_and_scales_are_split_where_the_weight_is(family: str) -> None:
             assert new[data_name(slot)] == new[scales_name(slot)]
             unit = GROUP if shard.axis else 1
             for rank, rank_numbers in enumerate(numbers_of(new[data_name(slot)])):
-                assert [number * unit + item for number in rank_numbers for item in range(unit)] == numbers[rank]
+                first_items = np.array(rank_numbers)[:, None] * unit
+                assert (first_items + np.arange(unit)).ravel().tolist() == numbers[rank]
             axes.add(shard.axis)
     assert axes == {0, 1}
 
 
 def numbers_of(shard: Shard) -> list[list[int]]:
-    return [[number for low, high in rank for number in range(low, high)] for rank in shard.ranges]
+    return [list(itertools.chain(*(range(*pair) for pair in rank))) for rank in shard.ranges]
 
 
 def test_a_share_of_a_rank_that_is_no_whole_groups_is_refused() -> None:
