@@ -53,7 +53,7 @@ def running(folder: Path, auth: str = "") -> Iterator[Registry]:
     config.write_text(CONFIG.format(folder=folder / "blobs", port=port, auth=auth))
     process = subprocess.Popen([PROGRAM, "serve", str(config)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        until = time.monotonic() + 30
+        until = time.monotonic() + 120
         while True:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
                 break
@@ -62,7 +62,7 @@ def running(folder: Path, auth: str = "") -> Iterator[Registry]:
         yield Registry(f"127.0.0.1:{port}", folder / "blobs")
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(120)
 
 
 @contextlib.contextmanager

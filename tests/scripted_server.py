@@ -49,7 +49,7 @@ class ScriptedServer:
         started = threading.Event()
         self._thread = threading.Thread(target=self._serve, args=(started,), daemon=True)
         self._thread.start()
-        assert started.wait(10)
+        assert started.wait(120)
 
     @property
     def url(self) -> str:

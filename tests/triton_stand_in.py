@@ -72,7 +72,7 @@ class Sender:
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
         self.sent.put((response, flags))
-        assert self.open.wait(30)
+        assert self.open.wait(120)
 
     def is_cancelled(self) -> bool:
         return self.cancelled
@@ -81,7 +81,7 @@ class Sender:
         """Responses up to the final flag."""
         programs = []
         while True:
-            response, flags = self.sent.get(timeout=30)
+            response, flags = self.sent.get(timeout=120)
             programs += [] if response is None else [response]
             if flags:
                 return programs

@@ -56,11 +56,11 @@ def never(*_: object) -> Path:
     raise AssertionError("it was made, though the cache has it")
 
 
-def start(manifest: Path, cache: Path, *folders: Path) -> subprocess.Popen:
-    """`convert` into one folder after another, in its own process."""
+def start(manifest: Path, cache: Path, *folders: Path, before: str = "") -> subprocess.Popen:
+    """`convert` into one folder after another, in its own process. before: code that it runs first."""
     folder = Path(__file__).parent
     environment = {name: value for name, value in os.environ.items() if name != "LOCKSTEP_CACHE"}
-    command = [sys.executable, "-c", RUN, *map(str, (folder, manifest, cache, *folders))]
+    command = [sys.executable, "-c", before + RUN, *map(str, (folder, manifest, cache, *folders))]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
 
 
@@ -95,12 +95,11 @@ def verify(cache: Cache) -> list[str]:
 
 def entries(cache: Cache) -> list[Statement]:
     """Return the entries of a whole cache, by stage."""
-    found = [Statement.load(path) for path in files_of(cache.entries)]
-    return sorted(found, key=lambda entry: entry.key.stage)
+    return sorted(map(Statement.load, files_of(cache.entries)), key=lambda entry: entry.key.stage)
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Return what lies in a folder, without temporary files."""
+    """Return the files of a folder but temporary ones."""
     if not folder.is_dir():
         return []
     return sorted(path for path in folder.iterdir() if path.suffix != ".tmp")

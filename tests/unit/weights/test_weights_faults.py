@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
-import resource
 import signal
 import subprocess
 import sys
-import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import ml_dtypes
@@ -24,7 +23,20 @@ RUN = (
     "import sys; from lockstep.errors import guard; from lockstep.weights import convert\nwith guard(): "
     "convert(sys.argv[1], sys.argv[2], sys.argv[3])"
 )
+LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({0}, {0}))\n"  # of a file, in bytes
 MB = 1 << 20
+# The process stops itself when it has written that many bytes, so that a test need not be quick.
+STOP = """import os, signal
+from lockstep.weights import writer
+write_all, num_written = writer._write_all, 0
+def write_and_stop(file, data):
+    global num_written
+    write_all(file, data)
+    if num_written <= {0} < num_written + len(data):
+        os.kill(os.getpid(), signal.SIGSTOP)
+    num_written += len(data)
+writer._write_all = write_and_stop
+"""
 
 
 def big_checkpoint(folder: Path, megabytes: int, fill: float = 0.5) -> Path:
@@ -45,6 +57,14 @@ def start(code: str, *arguments: object, **options) -> subprocess.Popen:
     )
 
 
+def start_and_stop(num_bytes: int, *arguments: object) -> subprocess.Popen:
+    """Start convert; return it as a stopped process that has written as many bytes."""
+    process = start(STOP.format(num_bytes) + RUN, *arguments)
+    _, status = os.waitpid(process.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status), process.stderr.read()
+    return process
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
@@ -53,11 +73,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_killed_while_it_writes_and_run_again(tmp_path, share):
     checkpoint = big_checkpoint(tmp_path / "checkpoint", 48)
     out = tmp_path / "fp32" / "weights.json"
-    process = start(RUN, checkpoint, "fp32", out)
+    process = start_and_stop(int(share * 96 * MB), checkpoint, "fp32", out)
     half = out.with_name(f".weights.safetensors.{process.pid}.tmp")
-    while not (half.exists() and half.stat().st_size > share * 96 * MB):
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.0005)
     process.kill()
     process.wait()
     process.stderr.close(), process.stdout.close()
@@ -88,12 +105,10 @@ def test_killed_between_the_weights_and_their_manifest(tmp_path):
 def test_interrupted_it_removes_its_half_file(tmp_path):
     checkpoint = big_checkpoint(tmp_path / "checkpoint", 48)
     out = tmp_path / "fp32" / "weights.json"
-    process = start(RUN, checkpoint, "fp32", out)
-    half = out.with_name(f".weights.safetensors.{process.pid}.tmp")
-    while not half.exists():
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.0005)
+    process = start_and_stop(0, checkpoint, "fp32", out)
+    assert [path.name for path in out.parent.iterdir()] == [f".weights.safetensors.{process.pid}.tmp"]
     process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGCONT)
     assert process.communicate()[1] == (
         "lockstep: error: interrupted; finished results are kept, run the same command to go on\n"
     )
@@ -105,8 +120,7 @@ def test_a_file_size_limit_in_the_middle_is_one_line(tmp_path):
     """What a full disk looks like when it fills while convert writes: the system refuses a write."""
     checkpoint = big_checkpoint(tmp_path / "checkpoint", 8)
     out = tmp_path / "fp32" / "weights.json"
-    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (5 * MB, 5 * MB))
-    process = start(RUN, checkpoint, "fp32", out, preexec_fn=limit)
+    process = start(LIMIT.format(5 * MB) + RUN, checkpoint, "fp32", out)
     line = process.communicate()[1]
     assert process.returncode == 2
     assert line.startswith(f"lockstep: error: {out.with_name('weights.safetensors')}: expected ")
@@ -120,8 +134,7 @@ def test_a_full_disk_is_one_line_of_a_build_and_leaves_nothing(demo, tmp_path):
     """Also where ONNX Runtime writes, which calls it "Protobuf serialization failed"."""
     build = "import sys, lockstep; lockstep.build_engines(sys.argv[1], 'onnxruntime', sys.argv[2])"
     out = tmp_path / "engines" / "engines.json"
-    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
-    process = start(build, demo.assembly("demo-llama", "fp32"), out, preexec_fn=limit)
+    process = start(LIMIT.format(3000) + build, demo.assembly("demo-llama", "fp32"), out)
     line = process.communicate()[1].splitlines()[-1]
     assert re.fullmatch(
         rf"lockstep.errors.InputError: {out.parent}: expected room for engines, found the disk full \(.+\); free space "
@@ -131,7 +144,7 @@ def test_a_full_disk_is_one_line_of_a_build_and_leaves_nothing(demo, tmp_path):
     assert list(out.parent.iterdir()) == []
 
 
-@contextmanager
+@contextlib.contextmanager
 def small_disk(folder: Path, megabytes: int):
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", folder], capture_output=True)
@@ -158,17 +171,12 @@ def test_a_disk_too_small_is_told_before_anything_is_written(tmp_path):
 def test_a_disk_that_others_fill_meanwhile(tmp_path):
     checkpoint = big_checkpoint(tmp_path / "checkpoint", 24)
     with small_disk(tmp_path / "disk", 50) as disk:
-        process = start(RUN, checkpoint, "fp32", disk / "weights.json")
-        while not any(disk.iterdir()):
-            assert process.poll() is None, process.stderr.read()
-            time.sleep(0.0005)
+        process = start_and_stop(0, checkpoint, "fp32", disk / "weights.json")
         filler = disk / "filler"
-        with open(filler, "wb", buffering=0) as file:
-            try:
-                while process.poll() is None:
-                    file.write(bytes(MB))
-            except OSError:
-                pass  # the disk is full, which is what this is for
+        with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
+            while file.write(bytes(MB)) == MB:  # until the disk is full
+                pass
+        process.send_signal(signal.SIGCONT)
         line = process.communicate()[1]
         assert process.returncode == 2
         assert line.endswith("found the disk full (No space left on device); free space and run again\n")
