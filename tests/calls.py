@@ -1,4 +1,4 @@
-"""Commands of Snakemake and `lockstep` in the process of the test. It has imported what they need."""
+"""Commands of Snakemake and `lockstep`, run in the test's process, which has imported their packages already."""
 
 from __future__ import annotations
 

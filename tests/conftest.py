@@ -108,7 +108,9 @@ def is_patched(module: str) -> bool:
     Patched: a test has put a function or method there.
     """
     values = list(vars(sys.modules[module]).values())
-    values += [method for value in values if isinstance(value, type) for method in vars(value).values()]
+    for value in list(values):
+        if isinstance(value, type):
+            values += vars(value).values()
     files = {value.__code__.co_filename for value in values if isinstance(value, types.FunctionType)}
     return any(file.startswith(str(TESTS)) for file in files)
 
@@ -146,9 +148,10 @@ def each_model_is_traced_once(tmp_path_factory: pytest.TempPathFactory) -> Itera
             wide_residual,
         ]
         digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-        make = lambda folder: (folder / "cut.pickle").write_bytes(
-            pickle.dumps(trace_and_cut(meta, indices, wide_residual))
-        )
+
+        def make(folder: Path) -> None:
+            (folder / "cut.pickle").write_bytes(pickle.dumps(trace_and_cut(meta, indices, wide_residual)))
+
         return pickle.loads((shared.folder(f"traces/{digest}", make) / "cut.pickle").read_bytes())
 
     unique_layers.trace_and_cut = cut
@@ -166,5 +169,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     exporting = {item.path for item in items if item.get_closest_marker("exports")}
     # A process takes the next file when it is done with one: first the run that other files wait for, then files that
     # take long, so that the processes end together.
-    late = lambda path: (path != FIRST, path != FAMILIES, path not in exporting, path.parent == WORKFLOW)
-    items.sort(key=lambda item: late(item.path))
+    items.sort(
+        key=lambda item: (
+            item.path != FIRST, item.path != FAMILIES, item.path not in exporting, item.path.parent == WORKFLOW
+        )
+    )  # fmt: skip

@@ -131,7 +131,7 @@ def become(module: str, arguments: list[str], folder: str, environment: dict[str
 
 
 if __name__ == "__main__":
-    own = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    pipes = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     for item in IMPORTED:
         importlib.import_module(item)
-    serve(*own)
+    serve(*pipes)

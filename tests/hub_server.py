@@ -95,13 +95,12 @@ class HubServer:
 
     def large(self) -> dict[str, bytes]:
         """Large files of all commits by sha256."""
-        files = (
-            item
-            for repository in self.repositories.values()
-            for commit in repository.commits.values()
-            for item in commit.items()
-        )
-        return {hashlib.sha256(data).hexdigest(): data for name, data in files if name.endswith(LARGE)}
+        files = {}
+        for repository in self.repositories.values():
+            for commit in repository.commits.values():
+                large = [data for name, data in commit.items() if name.endswith(LARGE)]
+                files |= {hashlib.sha256(data).hexdigest(): data for data in large}
+        return files
 
 
 class _Handler(BaseHTTPRequestHandler):

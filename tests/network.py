@@ -43,10 +43,7 @@ class Recorder:
 
         The number of a session and of this machine, events not sent yet.
         """
-        connections = [
-            path
-            for name in (".ses", "Microsoft")
-            for folder in (self._temporary, self._cache)
-            for path in folder.rglob(name)
-        ]
-        return sorted(str(path) for path in connections)
+        connections: list[Path] = []
+        for folder in (self._temporary, self._cache):
+            connections += [*folder.rglob(".ses"), *folder.rglob("Microsoft")]
+        return sorted(map(str, connections))

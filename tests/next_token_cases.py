@@ -175,10 +175,9 @@ class ProcessedStep:
         for sampled, logprobs in zip(self.sampled, all_logprobs):
             if sampled.logprobs is not None:
                 assert [token for token, _ in logprobs.top] == [token for token, _ in sampled.logprobs.top]
-                actual, expected = (
-                    [record.chosen, *(x for _, x in record.top)] for record in (logprobs, sampled.logprobs)
-                )
-                np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
+                for actual, expected in zip(logprobs.top, sampled.logprobs.top):
+                    np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
+                np.testing.assert_allclose(logprobs.chosen, sampled.logprobs.chosen, rtol=1e-6, atol=1e-6)
 
 
 class ProcessedMix:

@@ -19,7 +19,7 @@ WORKER = "PYTEST_XDIST_WORKER"  # set by pytest-xdist in each of its processes
 
 
 class Shared:
-    """Folders below `root`, by name.
+    """Named folders below `root`.
 
     A test run has its own, so a name needs to tell apart what differs within one run only.
     """
@@ -94,6 +94,7 @@ class Shared:
 def shared_root(default_root: Path) -> Path:
     """Return the folder that all processes of a test run share.
 
-    `own` is the temporary folder of this process; those of a run's processes are in one folder.
+    default_root: this process's temporary folder. Those of a run's processes are in one folder.
     """
-    return (default_root.parent if WORKER in os.environ else default_root) / "shared"
+    common_root = default_root.parent if WORKER in os.environ else default_root
+    return common_root / "shared"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def failures(
     model = {
         "source": source,
         "layers": ["all"],
-        "precisions": list(dict.fromkeys(precision for precisions in targets.values() for precision in precisions)),
+        "precisions": list(dict.fromkeys(itertools.chain(*targets.values()))),
         "backends": list(targets),
         "backend_precisions": {backend: list(precisions) for backend, precisions in targets.items()},
         "golden": GOLDEN,

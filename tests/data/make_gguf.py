@@ -10,6 +10,7 @@ pre-tokenizer cuts are seen in the ids. With SmolLM2's file its ids of the same 
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import json
 import random
 import sys
@@ -88,7 +89,7 @@ def learn(sequences: list[list[str]], count: int) -> list[tuple[str, str]]:
     """Return merges by the commonest pairs, ties by their text."""
     merges = []
     for _ in range(count):
-        pairs = Counter(pair for sequence in sequences for pair in zip(sequence, sequence[1:]))
+        pairs = Counter(itertools.chain(*map(itertools.pairwise, sequences)))
         best = min(pairs, key=lambda pair: (-pairs[pair], pair))
         merges.append(best)
         sequences = [merged(sequence, best) for sequence in sequences]
@@ -111,7 +112,10 @@ def byte_level(strings: list[str]) -> dict[str, Any]:
     spelled = {byte: chr(byte) for byte in printable} | {
         byte: chr(256 + place) for place, byte in enumerate(unprintable)
     }
-    merges = learn([[spelled[byte] for byte in text.encode()] for text in strings], MERGES)
+    sequences = []
+    for text in strings:
+        sequences.append([spelled[byte] for byte in text.encode()])
+    merges = learn(sequences, MERGES)
     special = {
         "<|endoftext|>": gguf_models.CONTROL,
         "<|im_start|>": gguf_models.CONTROL,
@@ -133,7 +137,10 @@ def sentencepiece(strings: list[str]) -> dict[str, Any]:
     common = sorted(
         {symbol for symbol, count in Counter("".join(texts)).items() if count > 1 and symbol not in "\n\r\t"}
     )
-    merges = learn([[symbol for symbol in "\u2581" + text if symbol in common] for text in texts], MERGES)
+    sequences = []
+    for text in texts:
+        sequences.append([symbol for symbol in "\u2581" + text if symbol in common])
+    merges = learn(sequences, MERGES)
     vocabulary = ("<think>", "<|im_end|>", "\n\n", "  ")
     pieces = [piece for piece in dict.fromkeys(map("".join, merges)) if piece not in vocabulary]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]

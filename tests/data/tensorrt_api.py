@@ -62,7 +62,6 @@ def names(wheel: Path) -> set[str]:
         module = Path(
             archive.extract(next(name for name in archive.namelist() if name.endswith("/tensorrt.so")), folder)
         )
-        output = lambda *command: subprocess.run(command, check=True, capture_output=True, text=True).stdout
         undefined = [line.split()[-1] for line in output("nm", "-D", "--undefined-only", str(module)).splitlines()]
         # not the C and C++ libraries'
         symbols = [name for name in undefined if re.search("nv|Nv|Infer|Plugin", name) and "@" not in name]
@@ -90,6 +89,10 @@ def listing(wheels: Iterable[Path]) -> str:
         columns = "".join("x" if name in listings[version] else "-" for version in versions)
         lines.append(f"{columns} {name}")
     return "\n".join(lines) + "\n"
+
+
+def output(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def main(folder: str) -> None:

@@ -28,10 +28,10 @@ OPTIONS = (
     ),
     options.option("--precision", "", ALL, name="precisions", many=True, choices=ALL),
     options.number(
-        "--draw", 0, "Plant a fault in so many of its pairs of precision and backend, which its name draws; 0: in all.",
+        "--draw", 0, "Plant a fault in this many of its pairs of precision and backend, drawn by its name; 0: in all.",
         minimum=0,
     ),
-    options.number("--sample", 0, "Try so many of the plantings, which --seed draws; 0: all.", minimum=0),
+    options.number("--sample", 0, "Try this many of the plantings, which --seed draws; 0: all.", minimum=0),
     options.number("--seed", 0, "Of --sample.", minimum=0),
     options.number("--jobs", 1, "Faults tried at a time."),
     options.BUILD_OPTIONS,

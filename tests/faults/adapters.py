@@ -23,7 +23,7 @@ def of_the_row_before(edit: Edit, ids: Value) -> Value:
 def none_beside_others(edit: Edit, ids: Value) -> Value:
     """Tokens without an adapter get the first one's in steps in which others have one."""
     largest = edit.op("ReduceMax", ids, edit.ints(0), keepdims=1)
-    mixed = edit.both(edit.op("Less", ids, 0), edit.op("GreaterOrEqual", largest, 0))
+    mixed = edit.all_of(edit.op("Less", ids, 0), edit.op("GreaterOrEqual", largest, 0))
     return edit.op("Where", mixed, 0, ids)
 
 

@@ -1,4 +1,4 @@
-"""Faults of the assembly: what is bound to which layer, and which part of it to which rank."""
+"""Faults of the assembly: tensors bound to the wrong layer, or shards to the wrong rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ Assembly = dict[str, Any]
 def swap(assembly: Assembly, layer: int, part: str, part_a: str, other: str) -> None:
     """Bind two slots of a part ("block" or "exit") of a layer to each other's tensors."""
     slots = assembly["layers"][layer][part]["slots"]
-    first, second = (next(name for name in slots if text in name) for text in (part_a, other))
+    first = next(name for name in slots if part_a in name)
+    second = next(name for name in slots if other in name)
     slots[first], slots[second] = slots[second], slots[first]
 
 
@@ -69,7 +70,7 @@ def embedding_is_head(assembly: Assembly) -> None:
 
 @change
 def exchanged(assembly: Assembly, kind: str, name: str, *classes: str) -> None:
-    """Give each rank the other's part of what is named so. kind: "weights" or "values"."""
+    """Swap the two ranks' shards of the parts whose names hold `name`. kind: "weights" or "values"."""
     for class_name in classes:
         shards = assembly["tensor_parallel"]["classes"][class_name][kind]
         shards[next(shard for shard in shards if name in shard)]["ranges"].reverse()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -15,11 +16,13 @@ Heads = Callable[[int, int], list[int]]  # of (heads, kv heads) the order in whi
 
 def scale_node(edit: Edit) -> NodeProto:
     """Return the product of the query with the scale: a scalar constant, in front of the grouping of heads."""
-    return next(
-        node for node in edit.nodes("Mul")
-        if any((array := edit.constant(name)) is not None and array.ndim == 0 for name in node.input)
-        and any(reader.op_type == "Reshape" for reader in edit.readers(node.output[0]))
-    )  # fmt: skip
+
+    def is_scale(node: NodeProto) -> bool:
+        constants = [edit.constant(name) for name in node.input]
+        is_scaled = any(array is not None and array.ndim == 0 for array in constants)
+        return is_scaled and any(reader.op_type == "Reshape" for reader in edit.readers(node.output[0]))
+
+    return next(filter(is_scale, edit.nodes("Mul")))
 
 
 def masked_scores(edit: Edit) -> NodeProto:
@@ -44,12 +47,12 @@ def distance(edit: Edit) -> Value:
     return edit.op("Sub", lengths, rows)
 
 
-def hide(edit: Edit, seen: Value) -> None:
-    """Allow only what `seen` (as `distance`) allows too."""
+def hide(edit: Edit, mask: Value) -> None:
+    """Allow only keys that `mask` (in the shape of `distance`) allows too."""
     if edit.graph.name == "decode":
-        seen = edit.op("Unsqueeze", seen, edit.ints(1, 2))
+        mask = edit.op("Unsqueeze", mask, edit.ints(1, 2))
     where = masked_scores(edit)
-    where.input[0] = edit.op("And", where.input[0], seen)
+    where.input[0] = edit.op("And", where.input[0], mask)
 
 
 @change
@@ -77,8 +80,11 @@ def cap_behind_mask(edit: Edit) -> None:
     divided = edit.producer(edit.nodes("Tanh")[0].input[0])
     scores, (_, cap) = divided.input[0], edit.constant_of(divided)
     where.input[1] = scores
-    capped = lambda value: edit.op("Tanh", edit.op("Div", value, edit.like(value, cap)))
-    edit.replace(where.output[0], lambda value: edit.times(capped(value), float(cap)))
+
+    def capped(value: Value) -> Value:
+        return edit.times(edit.op("Tanh", edit.op("Div", value, edit.like(value, cap))), float(cap))
+
+    edit.replace(where.output[0], capped)
 
 
 @change
@@ -97,7 +103,7 @@ def first_two_swapped(num_heads: int, kv_heads: int) -> list[int]:
 
 def interleaved(num_heads: int, kv_heads: int) -> list[int]:
     """Take query head i to the KV head i modulo their number, not to i divided by the size of a group."""
-    return [head for group in range(kv_heads) for head in range(group, num_heads, kv_heads)]
+    return [*itertools.chain(*(range(group, num_heads, kv_heads) for group in range(kv_heads)))]
 
 
 def reversed_kv(num_heads: int, kv_heads: int) -> list[int]:
@@ -140,7 +146,7 @@ def past_is(edit: Edit, mask: Callable[[Edit, Value, Value], Value], filled_too:
     rows, lengths = node.input
     edit.replace(
         node.output[0],
-        lambda value: edit.both(value, mask(edit, rows, lengths)) if filled_too else mask(edit, rows, lengths),
+        lambda value: edit.all_of(value, mask(edit, rows, lengths)) if filled_too else mask(edit, rows, lengths),
     )
 
 
@@ -200,8 +206,8 @@ def at_position(edit: Edit, position: int, instead: float) -> None:
 
 
 def first_position_halved(edit: Edit) -> None:
-    at_zero = lambda value: edit.rows_where(value, edit.op("Equal", "position_ids", 0), edit.times(value, 0.5))
-    edit.replace("attention", at_zero)
+    is_first = edit.op("Equal", "position_ids", 0)
+    edit.replace("attention", lambda value: edit.rows_where(value, is_first, edit.times(value, 0.5)))
 
 
 @change

@@ -32,7 +32,10 @@ def is_edge(size: int) -> bool:
 def faults(seed: int) -> tuple[Fault, ...]:
     """Return faults of each class, at places that `seed` draws."""
     draw = random.Random(seed)
-    size = lambda limit: draw.choice([size for size in range(2, limit) if not is_edge(size)])
+
+    def size(limit: int) -> int:
+        return draw.choice([size for size in range(2, limit) if not is_edge(size)])
+
     fault = partial(Fault, backends=HOST)
     of_size = "compare"
     times = f"times {_FACTOR}"
@@ -74,11 +77,9 @@ def faults(seed: int) -> tuple[Fault, ...]:
 def where(edit: Edit, output: Value, **sizes: int) -> None:
     """Give an output times _FACTOR where inputs have just these numbers of rows."""
     axis = {"past_key": 2}
-
-    def here() -> Value:
-        return edit.both(*(edit.op("Equal", edit.size(name, axis.get(name, 0)), size) for name, size in sizes.items()))
-
-    edit.replace(output, lambda value: edit.op("Where", here(), edit.times(value, _FACTOR), value))
+    are_equal = [edit.op("Equal", edit.size(name, axis.get(name, 0)), size) for name, size in sizes.items()]
+    is_size = edit.all_of(*are_equal)
+    edit.replace(output, lambda value: edit.op("Where", is_size, edit.times(value, _FACTOR), value))
 
 
 def taken_for(number: int, other: int) -> Change:
@@ -87,10 +88,11 @@ def taken_for(number: int, other: int) -> Change:
 
 
 def larger(row: int) -> Change:
-    columns = lambda edit, logits: edit.op("Range", 0, edit.size(logits, 1), 1)
-    return lambda edit, logits: edit.op(
-        "Where", edit.op("Equal", columns(edit, logits), row), edit.times(logits, _FACTOR), logits
-    )
+    def change_logit(edit: Edit, logits: Value) -> Value:
+        columns = edit.op("Range", 0, edit.size(logits, 1), 1)
+        return edit.op("Where", edit.op("Equal", columns, row), edit.times(logits, _FACTOR), logits)
+
+    return change_logit
 
 
 def clipped(limit: float) -> Change:

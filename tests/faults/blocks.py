@@ -161,8 +161,11 @@ def bias(edit: Edit, factor: float, *slots: str) -> None:
 @change
 def at_size(edit: Edit, count: int, output: Value, factor: float) -> None:
     """Take an output times `factor` in steps of exactly `count` rows."""
-    is_count = lambda value: edit.op("Equal", edit.size(value), count)
-    edit.replace(output, lambda value: edit.op("Where", is_count(value), edit.times(value, factor), value))
+
+    def changed(value: Value) -> Value:
+        return edit.op("Where", edit.op("Equal", edit.size(value), count), edit.times(value, factor), value)
+
+    edit.replace(output, changed)
 
 
 @change

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -41,7 +42,7 @@ _COMPARE_SECONDS = 600
 class Setting:
     """Settings that all cases of a run share.
 
-    tolerance: what the gates are given, by precision, as `Tolerances` takes it. judged: the largest difference of a
+    tolerance: of the gates, by precision, as `Tolerances` takes it. judged: the largest difference of a
     logit that is no harm.
     """
 
@@ -81,7 +82,7 @@ class Case:
         return {**{name: value for name, value in self.model.limits.items() if name in names}, **self.setting.options}
 
     def message(self, gate: Callable[[], Any]) -> str | None:
-        """Return what a gate says, in one line without folders; None where it passes."""
+        """Return a gate's error as one line without folders, or None if it passes."""
         try:
             gate()
         except (CheckError, InputError) as error:
@@ -143,8 +144,8 @@ class Case:
 
         The engine of a faulty graph agrees with it: `compare` is asked where `golden` passes.
         """
-        said = {"golden": self.golden(assembly, engines), "adapted": self.adapted(assembly, engines)}
-        return {"compare": self.compare(assembly, engines) if not any(said.values()) else None, **said}
+        errors = {"golden": self.golden(assembly, engines), "adapted": self.adapted(assembly, engines)}
+        return {"compare": None if any(errors.values()) else self.compare(assembly, engines), **errors}
 
     @property
     def _tolerances(self) -> Tolerances:
@@ -173,7 +174,7 @@ class Case:
 def plant(case: Case) -> None:
     """Write the faulty graphs and the assembly with their digests right; nothing for a fault of the runtime.
 
-    Raises ValueError for a fault that changes nothing, or makes what is no graph: a mistake in the fault.
+    Raises ValueError for a fault that changes nothing or makes an invalid graph: a mistake in the fault.
     """
     fault = case.fault
     if fault.place == RUNTIME:
@@ -228,8 +229,8 @@ def try_engines(case: Case) -> list[dict[str, Any]]:
         return [_record(case, fault.place, case.assembly, case.right_engines)]
     engines = case.folder / "engines" / "engines.json"
     shutil.copytree(case.right_engines.parent, engines.parent)
-    build = lambda: build_engines(case.assembly, case.setting.backend, engines, case.options())
-    if (message := case.message(build)) is not None:
+    message = case.message(partial(build_engines, case.assembly, case.setting.backend, engines, case.options()))
+    if message is not None:
         result = {"largest_logit_difference": None, "scenario": None, "harmful": False}
         return [{"where": "graph", "refused": True, **result, "gates": {"build": message}}]
     built = read_json(engines, formats.ENGINES)
@@ -246,7 +247,7 @@ def try_engines(case: Case) -> list[dict[str, Any]]:
 
 
 def _digests(engines: Path) -> dict[str, str]:
-    """Return the digest of each engine of a set, by name."""
+    """Return the digest of each engine of a set."""
     return {name: entry["sha256"] for name, entry in sorted(read_json(engines, formats.ENGINES)["engines"].items())}
 
 

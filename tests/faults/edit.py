@@ -32,7 +32,7 @@ class Edit:
         self._types = typed_values(model)
         self._count = 0
 
-    # What is there
+    # Reading the graph
 
     def nodes(self, *op_types: str) -> list[NodeProto]:
         return [node for node in self.graph.node if node.op_type in op_types]
@@ -87,7 +87,7 @@ class Edit:
         data = self.slot(f"{text}.weight.data")
         return next(node for node in self.nodes("MatMulNBits") if data in node.input)
 
-    # What is added
+    # Adding nodes
 
     def const(self, value: Any, dtype: Any = None) -> Value:
         """Add a constant. Python's numbers and booleans take `dtype`, by default int64."""
@@ -119,8 +119,8 @@ class Edit:
         """0, 1, ... for each row of a value."""
         return self.op("Range", 0, self.size(value), 1)
 
-    def both(self, *conditions: Value) -> Value:
-        return functools.reduce(lambda left_operand, other: self.op("And", left_operand, other), conditions)
+    def all_of(self, *conditions: Value) -> Value:
+        return functools.reduce(functools.partial(self.op, "And"), conditions)
 
     def before(self, rows: Value) -> Value:
         """Return the row before each row; the first stays."""
@@ -150,11 +150,11 @@ class Edit:
     def rows_where(self, value: Value, condition: Value, instead: Value | float) -> Value:
         """`value` with the rows for which `condition` [rows] holds replaced."""
         other = instead if isinstance(instead, str) else self.like(value, instead)
-        # Quantised weights, which are inputs, are [rows, blocks, bytes]; what is computed has two dimensions.
+        # Quantised weights, which are inputs, are [rows, blocks, bytes]; results have two dimensions.
         dims = next((len(io.type.tensor_type.shape.dim) for io in self.graph.input if io.name == value), 2)
         return self.op("Where", self.op("Unsqueeze", condition, self.ints(*range(1, dims))), other, value)
 
-    # What is changed
+    # Changing nodes
 
     def set_constant(self, node: NodeProto, place: int, value: np.ndarray) -> None:
         """Have this node alone read another constant, in the same type."""
@@ -182,7 +182,7 @@ class Edit:
             self.graph.node.append(helper.make_node("Identity", [replacement], [value], name=f"fault_{value}"))
 
     def give(self, output: Value, instead: Value) -> None:
-        """Give another value as an output. What reads it in the graph reads the right one still."""
+        """Give another value as an output. Readers within the graph keep the right one."""
         readers = self.readers(output)
         right = f"{output}_right"
         producer = self.producer(output)
@@ -194,7 +194,7 @@ class Edit:
         )
 
     def done(self) -> bytes:
-        """Return the faulty graph. Raises ValueError where nothing changed or what came out is no graph."""
+        """Return the faulty graph. Raises ValueError where nothing changed or the graph is invalid."""
         self._sort()
         data = self.model.SerializeToString(deterministic=True)
         if data == self._before:

@@ -48,7 +48,8 @@ class Requests:
         """Begin a request with another sequence at the slot's next advance."""
         self._held[slot], self._of[slot] = 0, sequence % len(self.sequences)
 
-    def left(self, slot: int) -> int:
+    def room(self, slot: int) -> int:
+        """Return how many tokens a slot's request may still advance by."""
         return self.model.max_seq_len - self._held[slot]
 
 
@@ -78,7 +79,7 @@ def run(model: Model, scenarios: Mapping[str, Scenario] | None = None) -> dict[s
 def alone(requests: Requests) -> Iterator[np.ndarray]:
     """Decode a short prompt to the longest length."""
     yield requests.step((0, 5))
-    yield from requests.decode([0], requests.left(0))
+    yield from requests.decode([0], requests.room(0))
 
 
 def from_nothing(requests: Requests) -> Iterator[np.ndarray]:
@@ -89,13 +90,13 @@ def from_nothing(requests: Requests) -> Iterator[np.ndarray]:
 def pieces(requests: Requests) -> Iterator[np.ndarray]:
     """Bring prompts of many lengths, each in one piece and two tokens after it, with every token of the vocabulary."""
     max_length = requests.most
-    lengths = {
-        length + off for length in (*_AROUND, max_length - 1) for off in (-1, 0, 1) if 1 <= length + off <= max_length
-    }
-    for number, length in enumerate(sorted(lengths)):
+    lengths = set()
+    for length in (*_AROUND, max_length - 1):
+        lengths |= {length - 1, length, length + 1}
+    for number, length in enumerate(length for length in sorted(lengths) if 1 <= length <= max_length):
         requests.new(1, number)
         yield requests.step((1, length))
-        yield from requests.decode([1], min(2, requests.left(1)))
+        yield from requests.decode([1], min(2, requests.room(1)))
     for number in range(len(requests.sequences)):
         requests.new(0, number)
         yield requests.step((0, max_length))
@@ -104,15 +105,15 @@ def pieces(requests: Requests) -> Iterator[np.ndarray]:
 def chunks(requests: Requests, sizes: Sequence[int]) -> Iterator[np.ndarray]:
     """Bring a prompt of the longest length in chunks of these sizes, again and again."""
     number = 0
-    while requests.left(1):
-        yield requests.step((1, min(sizes[number % len(sizes)], requests.left(1))))
+    while requests.room(1):
+        yield requests.step((1, min(sizes[number % len(sizes)], requests.room(1))))
         number += 1
 
 
 def batch(requests: Requests) -> Iterator[np.ndarray]:
     """Bring prompts of different lengths together, and decode them together until none has room."""
     yield requests.step(*[(slot, 3 + 31 * slot) for slot in requests.slots])
-    while slots := [slot for slot in requests.slots if requests.left(slot)]:
+    while slots := [slot for slot in requests.slots if requests.room(slot)]:
         yield from requests.decode(slots)
 
 
@@ -128,7 +129,7 @@ def mixed(requests: Requests) -> Iterator[np.ndarray]:
     last = requests.slots[-1]
     yield requests.step((last, 9), (0, 40))
     for size in (30, 2, 64, 1, 17, 50):
-        between = [(slot, min(size, requests.left(slot))) for slot in range(last - 1, 0, -1)]
+        between = [(slot, min(size, requests.room(slot))) for slot in range(last - 1, 0, -1)]
         yield requests.step((last, 1), *[(slot, count) for slot, count in between if count], (0, 1))
     yield from requests.decode([last, 0], 6)
     yield from requests.decode(requests.slots[::-1])
@@ -218,8 +219,8 @@ def chunks_behind(requests: Requests, sizes: Sequence[tuple[int, int]]) -> Itera
         requests.new(0, number)
         if past:
             yield requests.step((0, past))
-        yield requests.step((0, min(count, requests.left(0))))
-        yield from requests.decode([0], min(1, requests.left(0)))
+        yield requests.step((0, min(count, requests.room(0))))
+        yield from requests.decode([0], min(1, requests.room(0)))
 
 
 def decode_of(count: int, capacity: int) -> Scenario:

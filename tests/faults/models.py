@@ -1,7 +1,4 @@
-"""The models that faults are planted in, and what is made of them once.
-
-Checkpoint, graphs, weights, reference. Needs torch where that is made.
-"""
+"""The models that faults are planted in: their checkpoints, graphs, weights and references, made once, with torch."""
 
 from __future__ import annotations
 

@@ -187,7 +187,8 @@ def cancelled(requests: Requests) -> Iterator[np.ndarray]:
         engine.step()
     for number in range(3):
         engine.abort(number)
-    tokens = [token.token for token in engine.run([Request(sequence[:9], 9) for sequence in requests.sequences[3:6]])]
+    following = [Request(sequence[:9], 9) for sequence in requests.sequences[3:6]]
+    tokens = [token.token for token in engine.run(following)]
     yield np.eye(requests.model.vocab_size, dtype=np.float32)[tokens]
 
 

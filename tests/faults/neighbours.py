@@ -1,4 +1,4 @@
-"""Faults across the requests of a step, which take what is a neighbour's: a row of the cache, a length, a result."""
+"""Faults across the requests of a step: a request gets a neighbour's cache row, length or result."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,9 @@ def write(folder: Path) -> Path:
 
 
 def render(records: Sequence[Mapping[str, Any]]) -> str:
-    tolerances = {precision: bound for record in records for precision, bound in record["tolerance"].items()}
+    tolerances: dict[str, float] = {}
+    for record in records:
+        tolerances |= record["tolerance"]
     tolerance = ", ".join(f"{precision} {bound:g}" for precision, bound in sorted(tolerances.items(), reverse=True))
     lines = [_TITLE, ""]
     for text in _HEAD:
@@ -58,8 +61,8 @@ def render(records: Sequence[Mapping[str, Any]]) -> str:
         "|---|---|---|---:|---:|---:|---:|---:|",
     ]
     for record in records:
-        groups = sorted({_group(row) for row in record["faults"]}, key=_order)
-        lines += [_score(*group, [row for row in record["faults"] if _group(row) == group]) for group in groups]
+        for group, rows in groupby(sorted(record["faults"], key=_order), _group):
+            lines.append(_score(*group, list(rows)))
         lines += [_score(f"**{record['benchmark']}**", "all", "all", record["faults"])]
     lines += ["", "Models:", "", *(item(f"`{name}`: {model.about}") for name, model in MODELS.items())]
     for record in records:
@@ -74,8 +77,8 @@ def _group(row: Mapping[str, Any]) -> tuple[str, str, str]:
     return row["backend"], CHECKPOINT if row["model"] == CHECKPOINT else "others", row["precision"]
 
 
-def _order(group: tuple[str, str, str]) -> tuple[str, str, int]:
-    backend, models, precision = group
+def _order(row: Mapping[str, Any]) -> tuple[str, str, int]:
+    backend, models, precision = _group(row)
     return backend, models, ALL.index(precision)
 
 
@@ -108,7 +111,7 @@ def _codes(record: Mapping[str, Any]) -> str:
 def _by_gate(record: Mapping[str, Any]) -> list[str]:
     """How many of the harmful each gate caught, and how many it alone did."""
     harmful = [row for row in record["faults"] if row["harmful"]]
-    caught = Counter(gate for row in harmful for gate in row["caught_by"])
+    caught = Counter(chain(*(row["caught_by"] for row in harmful)))
     alone = Counter(row["caught_by"][0] for row in harmful if len(row["caught_by"]) == 1)
     lines = ["| gate | harmful caught | by this gate alone |", "|---|---:|---:|"]
     return lines + [f"| {gate} | {caught[gate]} | {alone[gate]} |" for gate in GATES if caught[gate]]
@@ -123,7 +126,8 @@ def _table(record: Mapping[str, Any]) -> list[str]:
     for name in dict.fromkeys(row["fault"] for row in record["faults"]):
         rows = [row for row in record["faults"] if row["fault"] == name]
         places = ", ".join(dict.fromkeys(row["where"] for row in rows))
-        caught = ", ".join(gate for gate in GATES if any(gate in row["caught_by"] for row in rows))
+        gates = set().union(*(row["caught_by"] for row in rows))
+        caught = ", ".join(gate for gate in GATES if gate in gates)
         cells = [name, rows[0]["about"], rows[0]["model"], places, str(len(rows))]
         cells += [str(sum(row["harmful"] for row in rows)), _difference(rows), caught or "none"]
         lines.append("| " + " | ".join(cells) + " |")

@@ -7,7 +7,7 @@ from functools import partial
 from onnx import NodeProto, TensorProto
 
 from faults.assembly import bind, swap
-from faults.edit import LAST, Edit
+from faults.edit import LAST, Edit, Value
 from faults.fault import ASSEMBLY, HOST, INTEGER_WEIGHTS, MIDDLE, Fault, change
 
 
@@ -15,11 +15,14 @@ from faults.fault import ASSEMBLY, HOST, INTEGER_WEIGHTS, MIDDLE, Fault, change
 def scales_of_the_one_before(edit: Edit, projection: str, axis: int) -> None:
     """Each group, or row, is scaled as the one before it; the first as the last."""
     product = edit.quantized_product(projection)
-    along = edit.ints(axis)
-    cut = lambda low, high: edit.op("Slice", product.input[2], edit.ints(low), edit.ints(high), along)
-    first = cut(0, -1)
-    last = cut(-1, LAST)
-    product.input[2] = edit.op("Concat", last, first, axis=axis)
+    product.input[2] = rolled(edit, product.input[2], axis)
+
+
+def rolled(edit: Edit, scales: Value, axis: int) -> Value:
+    """Move each number to the next place along an axis, the last to the first."""
+    first = edit.op("Slice", scales, edit.ints(0), edit.ints(-1), edit.ints(axis))
+    last = edit.op("Slice", scales, edit.ints(-1), edit.ints(LAST), edit.ints(axis))
+    return edit.op("Concat", last, first, axis=axis)
 
 
 def zero_point(edit: Edit) -> None:
@@ -58,7 +61,7 @@ def e5m2(edit: Edit) -> None:
 
 
 def saturated(edit: Edit) -> None:
-    """The step is half of what it is: numbers beyond half the largest one end there."""
+    """The step is halved: numbers beyond half the largest one saturate."""
     division, _, _, gemm = of_e4m3(edit, "down_proj")
     step = edit.op("Mul", division.input[1], edit.const(0.5, "float32"))
     division.input[1] = edit.reader(gemm.output[0], "Mul").input[1] = step
@@ -68,9 +71,7 @@ def scales_of_the_row_before(edit: Edit) -> None:
     """Each output has the scale of the one before, the first that of the last."""
     scales = edit.slot("o_proj.weight.scales")
     product = edit.reader(scales, "Mul")
-    along = edit.ints(0)
-    cut = lambda low, high: edit.op("Slice", scales, edit.ints(low), edit.ints(high), along)
-    product.input[1] = edit.op("Concat", cut(-1, LAST), cut(0, -1), axis=0)
+    product.input[1] = rolled(edit, scales, 0)
 
 
 fault = partial(Fault, precisions=INTEGER_WEIGHTS, backends=HOST)

@@ -89,9 +89,8 @@ def rotated(edit: Edit, value: Value) -> Value:
     """[tokens, heads, head_dim] rotated by one position more."""
     angle = np.tile(edit.constant_of(angles(edit))[1].astype(np.float64), 2)
     half = len(angle) // 2
-    cut = lambda low, high: edit.op("Slice", value, edit.ints(low), edit.ints(high), edit.ints(2))
-    first = cut(0, half)
-    second = cut(half, LAST)
+    first = edit.op("Slice", value, edit.ints(0), edit.ints(half), edit.ints(2))
+    second = edit.op("Slice", value, edit.ints(half), edit.ints(LAST), edit.ints(2))
     other = edit.op("Concat", edit.op("Neg", second), first, axis=-1)
     cosine, sine = (edit.like(value, function(angle)) for function in (np.cos, np.sin))
     return edit.op("Add", edit.times(value, cosine), edit.times(other, sine))

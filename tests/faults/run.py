@@ -20,7 +20,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,12 +90,11 @@ def plantings(
     draw: in that many of the pairs of precision and backend that each has, drawn by its name, or by its model's where
     that is not the demo; 0 for all. with_checkpoint: one of ten of the demo's also in the checkpoint that is given.
     """
-    offered = [
-        (precision, backend)
-        for backend in backends
-        for precision in known_backends()[backend].precisions
-        if precision in precisions and not known_backends()[backend].lacks_here(precision)
-    ]
+    offered = []
+    for backend in backends:
+        settings = known_backends()[backend]
+        runs_here = [item for item in settings.precisions if item in precisions and not settings.lacks_here(item)]
+        offered += [(precision, backend) for precision in runs_here]
     places = []
     for fault in faults:
         pairs = [pair for pair in offered if pair[0] in fault.precisions and pair[1] in fault.backends]
@@ -141,25 +140,23 @@ def run(
     places = plantings(faults, backends, precisions, draw, checkpoint is not None)
     report = partial(_report, backends=backends, draw=draw)
     rows = _rows_of(earlier, report({}))
-    waiting = [place for place in places if {row["code"] for row in rows.get(place, ())} != {gates_code(place.backend)}]
+
+    def is_tried(place: Planting) -> bool:
+        codes = {row["code"] for row in rows.get(place, ())}
+        return codes == {gates_code(place.backend)}
+
+    waiting = [place for place in places if not is_tried(place)]
     if sample:
         waiting = sorted(random.Random(seed).sample(waiting, min(sample, len(waiting))), key=places.index)
     with tempfile.TemporaryDirectory(dir=work) as scratch:
-        settings = {
-            backend: Setting(
-                scratch,
-                backend,
-                dict(options or {}),
-                {name: asdict(Tolerances(name, backend, loosen * NOISE)) for name in precisions},
-                HARMLESS,
-            )
-            for backend in backends
-        }
+        settings = {}
+        for backend in backends:
+            tolerances = {name: asdict(Tolerances(name, backend, loosen * NOISE)) for name in precisions}
+            settings[backend] = Setting(scratch, backend, dict(options or {}), tolerances, HARMLESS)
         validated: dict[Planting, str | None] = {}
         with _workers(jobs) as run_all:
-            for _ in run_all(
-                start, [(name, Path(scratch), checkpoint) for name in sorted({it.model for it in waiting})]
-            ):
+            models = sorted({place.model for place in waiting})
+            for _ in run_all(start, [(name, Path(scratch), checkpoint) for name in models]):
                 pass
             for (name, precision), group in groupby(waiting, key=lambda place: place[:2]):
                 planted = list(group)
@@ -177,7 +174,7 @@ def run(
         if not on_host:
             try:
                 _elsewhere(settings[backends[0]], list(validated))
-            finally:  # what it came to, even where it is ended
+            finally:  # also the rows of a run that is interrupted
                 for place, records in _read(settings[backends[0]]):
                     rows[place] = [_row(place, record, validated[place]) for record in records]
                 if progress is not None:
@@ -194,8 +191,9 @@ def check(record: Mapping[str, Any]) -> None:
             f"planted faults: expected some gate to catch all {record['harmful']} harmful ones, "
             f"found {len(missed)} that passed all: {_several(missed)}"
         )
-    if late := sorted(f"{_place(row)} by {must}" for row in harmful if (must := missed_by(row))):
-        raise CheckError(f"planted faults: expected each to be caught by its gate, found {_several(late)} not to be")
+    missed = sorted(f"{_place(row)} by {missed_by(row)}" for row in harmful if missed_by(row))
+    if missed:
+        raise CheckError(f"planted faults: expected each to be caught by its gate, found {_several(missed)} not to be")
 
 
 def missed_by(row: Mapping[str, Any]) -> str | None:
@@ -219,14 +217,15 @@ def gates_code(backend: str) -> str:
 
 
 def _several(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    listed = ", ".join(names[:8])
+    return listed if len(names) <= 8 else f"{listed} and {len(names) - 8} more"
 
 
 @contextmanager
 def _workers(jobs: int) -> Iterator[Callable[..., Iterable[Any]]]:
     """Give a call of a function with each of some arguments.
 
-    Here or in `jobs` processes; what comes back is given as it comes.
+    Here or in `jobs` processes; results come in the order in which calls end.
     """
     if jobs == 1:
         yield lambda function, calls: (function(*arguments) for arguments in calls)
@@ -235,7 +234,7 @@ def _workers(jobs: int) -> Iterator[Callable[..., Iterable[Any]]]:
     context.set_forkserver_preload(["faults.run", "lockstep.verify.validate"])
     with ProcessPoolExecutor(jobs, context, _share, (max(1, thread_count(None) // jobs),)) as pool:
 
-        def each(function: Callable[..., Any], calls: Sequence[tuple]) -> Iterator[Any]:
+        def run_all(function: Callable[..., Any], calls: Sequence[tuple]) -> Iterator[Any]:
             futures = [pool.submit(function, *arguments) for arguments in calls]
             try:
                 for future in as_completed(futures):
@@ -244,7 +243,7 @@ def _workers(jobs: int) -> Iterator[Callable[..., Iterable[Any]]]:
                 for future in futures:
                     future.cancel()
 
-        yield each
+        yield run_all
 
 
 def _share(threads: int) -> None:
@@ -338,7 +337,7 @@ def _rows_of(earlier: Mapping[str, Any] | None, record: Mapping[str, Any]) -> di
 def _report(by_place: Mapping[Planting, list[dict[str, Any]]], backends: Sequence[str], draw: int) -> dict[str, Any]:
     order = list(FAULTS)
     by_place = dict(sorted(by_place.items(), key=lambda item: (order.index(item[0].fault), item[0])))
-    rows = [row for tried in by_place.values() for row in tried]
+    rows = list(chain(*by_place.values()))
     precisions = {row["precision"] for row in rows}
     harmful = [row for row in rows if row["harmful"]]
     caught = sum(bool(row["caught_by"]) for row in harmful)

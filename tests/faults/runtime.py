@@ -35,7 +35,7 @@ def instead(owner: Any, name: str, wrap: Wrap) -> Change:
     return lambda: mock.patch.object(owner, name, wrap(getattr(owner, name)))
 
 
-def both(*changes: Change) -> Change:
+def all_changes(*changes: Change) -> Change:
     @contextmanager
     def opened() -> Iterator[None]:
         with ExitStack() as stack:
@@ -88,8 +88,9 @@ def growth_loses(rows: Callable[[int], slice]) -> Wrap:
             before = self._cache_rows.get(slot)
             moved = right(self, slot, length)
             if before not in (None, self._cache_rows[slot]):
-                for array in (array for pair in self._row(self._cache_rows[slot]) for array in pair):
-                    array[:, :, rows(int(self.lengths[slot]))] = 0
+                for keys, values in self._row(self._cache_rows[slot]):
+                    for array in (keys, values):
+                        array[:, :, rows(int(self.lengths[slot]))] = 0
             return moved
 
         return reserve
@@ -312,7 +313,7 @@ def third_page_missing(pages: np.ndarray) -> None:
 
 
 def last_pages_swapped(pages: np.ndarray) -> None:
-    """Swap the third and fourth page: what is written before a row has its fourth is found elsewhere after that."""
+    """Swap the third and fourth page of rows that have four: earlier writes to the third are then at the fourth."""
     grown = pages[:, 3] != 0
     pages[grown, 2], pages[grown, 3] = pages[grown, 3], pages[grown, 2]
 
@@ -373,8 +374,9 @@ FAULTS = (
     on_host("draft-accepted", "the first wrong token of a draft is accepted",
             change=instead(Speculation, "verify", first_wrong_draft_accepted), shown_by=drafted, backends=INVARIANT),
     on_host("draft-stale", "what a rejected token of a draft left in the cache is not overwritten",
-            change=both(instead(HostExecutor, "keep", not_cleared),
-                        instead(RowAttention, "__call__", rejected_tokens_stay)), shown_by=drafted, backends=INVARIANT),
+            change=all_changes(instead(HostExecutor, "keep", not_cleared),
+                               instead(RowAttention, "__call__", rejected_tokens_stay)),
+            shown_by=drafted, backends=INVARIANT),
     on_host("draft-noise", "tokens of a draft are drawn with the noise of its last position",
             change=instead(HostExecutor, "_choose", noise_of_the_last), shown_by=drafted, backends=INVARIANT),
     on_host("step-gaps", "decoding rows with a gap between them are written as if there were none",

@@ -1,4 +1,4 @@
-"""All faults by name, in the order of the page."""
+"""All faults, in the order of the page."""
 
 from __future__ import annotations
 

@@ -48,9 +48,10 @@ def write(
     files = {f"model-{number + 1:05d}-of-{shards:05d}.safetensors": names[number::shards] for number in range(shards)}
     for file, file_tensors in files.items():
         save_file({name: values[name] for name in file_tensors}, folder / file, {"format": "pt"})
-    (folder / INDEX).write_text(
-        json.dumps({"metadata": {}, "weight_map": {name: file for file, tensors in files.items() for name in tensors}})
-    )
+    weight_map = {}
+    for file, file_tensors in files.items():
+        weight_map |= dict.fromkeys(file_tensors, file)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return folder
 
 

@@ -43,13 +43,20 @@ def make(
 
 def llama(weights: Weights, config: dict, tokens: Sequence[int], layers: int) -> np.ndarray:
     """Logits [len(tokens), vocab_size] of the whole sequence at once, of the model cut after `layers` layers."""
-    w = lambda name: weights[name].astype(np.float64)
     n = len(tokens)
     dim = config["head_dim"]
     kv = config["num_key_value_heads"]
-    norm = lambda x, name: x / np.sqrt((x * x).mean(-1, keepdims=True) + config["rms_norm_eps"]) * w(name)
     frequency = config["rope_parameters"]["rope_theta"] ** (-np.arange(0, dim, 2) / dim)
     angle = (np.arange(n)[:, None] * np.tile(frequency, 2))[:, None]
+
+    def w(name: str) -> np.ndarray:
+        return weights[name].astype(np.float64)
+
+    def norm(x: np.ndarray, name: str) -> np.ndarray:
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + config["rms_norm_eps"]) * w(name)
+
+    def project(y: np.ndarray, name: str, heads: int) -> np.ndarray:
+        return (y @ w(f"{name}_proj.weight").T).reshape(n, heads, dim)
 
     def rotate(x: np.ndarray) -> np.ndarray:
         turned = np.concatenate([-x[..., dim // 2 :], x[..., : dim // 2]], -1)
@@ -59,10 +66,9 @@ def llama(weights: Weights, config: dict, tokens: Sequence[int], layers: int) ->
     for i in range(layers):
         p = f"model.layers.{i}."
         y = norm(x, p + "input_layernorm.weight")
-        project = lambda name, heads: (y @ w(f"{p}self_attn.{name}_proj.weight").T).reshape(n, heads, dim)
-        query = rotate(project("q", config["num_attention_heads"])).reshape(n, kv, -1, dim)
-        key = rotate(project("k", kv))
-        value = project("v", kv)
+        query = rotate(project(y, f"{p}self_attn.q", config["num_attention_heads"])).reshape(n, kv, -1, dim)
+        key = rotate(project(y, f"{p}self_attn.k", kv))
+        value = project(y, f"{p}self_attn.v", kv)
         scores = np.einsum("ikgd,jkd->kgij", query, key) * dim**-0.5
         scores = np.where(np.tri(n, dtype=bool), scores, -np.inf)
         shares = np.exp(scores - scores.max(-1, keepdims=True))

@@ -65,8 +65,11 @@ def speed(target: Target, prefill: float, decode: float) -> SpeedReport:
 
 def blocks(*errors: float | None, noise: float = 0.1) -> tuple[BlockErrors, ...]:
     """A block of one tensor for each error, layer by layer."""
-    tensor = lambda error: TensorError(error, error, error, 1.0, noise, noise, 6 * noise, 2 * noise)
-    return tuple(BlockErrors("middle", {"hidden": tensor(error)}, layer) for layer, error in enumerate(errors))
+    results = []
+    for layer, error in enumerate(errors):
+        tensor = TensorError(error, error, error, 1.0, noise, noise, 6 * noise, 2 * noise)
+        results.append(BlockErrors("middle", {"hidden": tensor}, layer))
+    return tuple(results)
 
 
 def validation(target: Target, blocks: tuple[BlockErrors, ...] | None = None) -> ValidationReport:

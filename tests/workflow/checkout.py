@@ -86,8 +86,7 @@ class Checkout:
     ) -> subprocess.CompletedProcess:
         """Run `python -m module arguments`; return its output and exit code.
 
-        The code must be 0 where `check`. A process of its own, of this checkout's code; where it is recorded, one that
-        starts from nothing.
+        The code must be 0 where `check`. The process has this checkout's code; where it is recorded, it is not forked.
         """
         folder = folder or self.folder
         environment = self.environment()
@@ -174,10 +173,10 @@ def failure(process: subprocess.CompletedProcess) -> str:
 def _files(part: Path) -> dict[str, tuple[int, int]]:
     """Size and time of each file of the code, by path."""
     paths = part.rglob("*") if part.is_dir() else [part]
-    return {
-        path.relative_to(part).as_posix(): (status.st_size, status.st_mtime_ns)
-        for path in paths
-        if path.suffix or path == part
-        if path.parent.name != "__pycache__" and not path.parent.name.endswith(".egg-info")
-        for status in [path.stat()]
-    }
+    files = {}
+    for path in paths:
+        is_generated = path.parent.name == "__pycache__" or path.parent.name.endswith(".egg-info")
+        if (path.suffix or path == part) and not is_generated:
+            status = path.stat()
+            files[path.relative_to(part).as_posix()] = (status.st_size, status.st_mtime_ns)
+    return files

@@ -1,8 +1,9 @@
-"""The demo's lock in this repository: what the demo makes now is what is locked. A change that moves a graph, a golden
+"""The demo's lock in this repository pins what the demo makes now. A change that moves a graph, a golden
 token or a tolerance renews the lock in the same commit: `make demo && .venv/bin/lockstep lock`."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -90,7 +91,7 @@ def test_other_precisions_and_backends_are_what_is_locked(
     for backend in backends:
         demo.job("build", f"{target}/all/{backend}")
     lock = Lock.load(REPOSITORY / LOCK)
-    results = [entry for path in manifests for entry in entries_at(path)]
+    results = list(itertools.chain(*map(entries_at, manifests)))
     assert len(results) == len(manifests)
     for entry in results:
         assert lock.entries.get(entry.where) == entry.items, entry.where

@@ -57,14 +57,18 @@ def commands(page: Path) -> list[str]:
     """Return the commands of a page that run here, without their comments."""
     text = re.sub(r"\\\n\s*", " ", page.read_text(encoding="utf-8"))
     results = [re.sub(r"\s+(#.*|&\s*(#.*)?)$", "", match) for match in COMMAND.findall(text)]
-    return [command for command in results if not any(part in command for part in ELSEWHERE)]
+    return list(filter(runs_here, results))
 
 
-WITH_COMMANDS = [
-    page
-    for page in PAGES
-    if page.name != "devices.md" and any(command.startswith("lockstep") for command in commands(page))
-]
+def runs_here(command: str) -> bool:
+    return not any(part in command for part in ELSEWHERE)
+
+
+def has_commands(page: Path) -> bool:
+    return page.name != "devices.md" and any(command.startswith("lockstep") for command in commands(page))
+
+
+WITH_COMMANDS = list(filter(has_commands, PAGES))
 
 
 class Reader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Iterator, Sequence
@@ -23,10 +24,10 @@ SHAPE = {
 GOLDEN = {"max_new_tokens": 4, "prompts": [{"text": "Hello"}]}
 CONFIG = ("--configfile", "own.yaml")
 # As far as the stages differ that make them.
+MODELS = ("results/hub", "results/random")
 BUILT = [
-    f"results/{model}/fp32/{name}"
-    for model in ("hub", "random")
-    for name in ("weights.json", "engines/onnxruntime/engines.json")
+    *(f"{model}/fp32/weights.json" for model in MODELS),
+    *(f"{model}/fp32/engines/onnxruntime/engines.json" for model in MODELS),
 ]
 # Of the hub's model all: a lock is of a whole one. A fetched checkpoint is one like any other to these stages, so they
 # run in the test's process.
@@ -38,11 +39,7 @@ CHECKED = [
 ]
 CHECKS = ("validate", "compare", "reference", "golden", "served")
 TARGETS = [*BUILT, *CHECKED]
-WEIGHTS = [
-    f"results/{model}/{name}"
-    for model in ("hub", "random")
-    for name in ("source.json", "checkpoint.json", "fp32/weights.json")
-]
+WEIGHTS = list(map("/".join, itertools.product(MODELS, ("source.json", "checkpoint.json", "fp32/weights.json"))))
 
 
 class User(Checkout):

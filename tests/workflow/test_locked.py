@@ -193,8 +193,7 @@ def test_an_engine_set_that_is_refused_takes_its_statement_with_it(locked: Check
 def test_engines_of_the_cache_that_are_not_the_locked_ones_are_built_instead(
     locked: Checkout, filled_cache: Path, tmp_path: Path
 ) -> None:
-    """The cache of others who built the same inputs to other bytes; then a lock that what is built here does not hold
-    to either."""
+    """A cache of others whose engines have other bytes; then a lock that the engines built here do not match either."""
     cache = tmp_path / "cache"
     shutil.copytree(filled_cache, cache)
     engines = locked.results / MODEL / "fp32" / "engines" / "onnxruntime"

@@ -57,10 +57,10 @@ with SnakemakeApi(OutputSettings(quiet=["all"])) as api:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("limits", "scope", "asked"),
+    ("limits", "scope", "gpus"),
     [pytest.param("{}", "local", "2", id="a cluster"), pytest.param("{'gpu': 1}", "global", "1", id="this machine")],
 )
-def test_jobs_of_several_ranks_ask_for_as_many_gpus(installed: Checkout, limits: str, scope: str, asked: str) -> None:
+def test_jobs_of_several_ranks_ask_for_as_many_gpus(installed: Checkout, limits: str, scope: str, gpus: str) -> None:
     """Those that run the model; engines are built and compared on one. On a machine where one such job runs at a time
     it takes what there is."""
     installed.edit_config(with_device)
@@ -71,7 +71,7 @@ def test_jobs_of_several_ranks_ask_for_as_many_gpus(installed: Checkout, limits:
     )
     assert done.returncode == 0, done.stderr
     jobs = {(rule, gpu) for rule, backend, gpu in map(str.split, done.stdout.splitlines()) if backend == "h200"}
-    assert jobs == {("build", "1"), ("compare", "1"), ("golden", asked), ("served", asked)}
+    assert jobs == {("build", "1"), ("compare", "1"), ("golden", gpus), ("served", gpus)}
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -53,9 +54,8 @@ def test_a_second_checkout_builds_nothing(first_run: Checkout, filled_cache: Pat
             assert (f"cache: {stage} {MODEL}/{name} is put into {filled_cache}, build key ") in log_of(
                 first_run, stage, name
             )
-    assert [entry.key.stage for entry in entries(Cache(filled_cache))] == [
-        stage for stage in sorted(MADE) for _ in MADE[stage]
-    ]
+    num_entries = Counter(entry.key.stage for entry in entries(Cache(filled_cache)))
+    assert num_entries == {stage: len(names) for stage, names in MADE.items()}
     before = digests(filled_cache)
 
     second = Sharing.at(tmp_path / "elsewhere" / "deeper" / "second", filled_cache)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import subprocess
@@ -68,12 +69,10 @@ def test_the_wheel_holds_the_package_the_workflow_and_nothing_else(wheel: Path) 
     packages = {"lockstep", "lockstep_gpu", "lockstep_serve", "snakemake_logger_plugin_lockstep"}
     folders = {name.split("/")[0].partition("-")[0] for name in names}
     assert folders == {*packages, "lockstep_engines"}, "no benchmarks, no tests"
-    expected = {
-        path.relative_to(REPOSITORY / "src").as_posix()
-        for package in packages
-        for path in (REPOSITORY / "src" / package).rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
+    sources = REPOSITORY / "src"
+    paths = itertools.chain(*((sources / package).rglob("*") for package in packages))
+    expected = {path for path in paths if path.is_file() and "__pycache__" not in path.parts}
+    expected = {path.relative_to(sources).as_posix() for path in expected}
     assert expected == {name for name in names if name.split("/")[0] in packages}
     data = f"lockstep_engines-{__version__}.data/data/share/lockstep/"
     workflow = {name.removeprefix(data) for name in names if name.startswith(data)}
@@ -117,8 +116,10 @@ def test_a_stage_of_an_installed_wheel_knows_its_pins(installed: Path, tmp_path:
 def interpreter(version: str) -> str | None:
     """A Python of this version that starts: pyenv's names for those that are switched off do not."""
     names = shutil.which(f"python{version}"), *Path.home().glob(f".pyenv/versions/{version}.*/bin/python")
-    starts = lambda name: subprocess.run([name, "-c", ""], stderr=subprocess.DEVNULL).returncode == 0
-    return next((str(name) for name in names if name and starts(name)), None)
+    for name in filter(None, names):
+        if subprocess.run([name, "-c", ""], stderr=subprocess.DEVNULL).returncode == 0:
+            return str(name)
+    return None
 
 
 @pytest.mark.long

@@ -42,7 +42,10 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(size: int, columns: in
         random.standard_normal(shape, np.float32) / np.float32(shape[-1] ** 0.5)
         for shape in ((96, size), (size, columns), (columns, out))
     )
-    compute = lambda rows: run.run(None, {"x": rows, "w.lora_A": a, "w.lora_B": b})[0]
+
+    def compute(rows: np.ndarray) -> np.ndarray:
+        return run.run(None, {"x": rows, "w.lora_A": a, "w.lora_B": b})[0]
+
     full = compute(x)
     for count in (1, 2, 3, 4, 5, 7, 8, 16, 17, 33, 64):
         assert np.array_equal(compute(x[:count]), full[:count]), count

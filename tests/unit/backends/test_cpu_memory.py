@@ -65,8 +65,9 @@ def test_weights_are_in_memory_once(tmp_path: Path) -> None:
     names = [f"w{number}" for number in range(70)]
     size = 500
     random = np.random.default_rng(0)
-    parts = [f"{name}.{part}" for name in names for part in "ab"]
-    weights = Arrays({part: random.random((size // 2, size), np.float32) for part in parts})
+    weights = Arrays()
+    for name in names:
+        weights |= {f"{name}.{part}": random.random((size // 2, size), np.float32) for part in "ab"}
     nodes = [helper.make_node("Gemm", ["x", name], [f"of_{name}"], transB=1) for name in names]
     nodes.append(helper.make_node("Sum", [f"of_{name}" for name in names], ["y"]))
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [None, size]) for name in "xy")

@@ -38,7 +38,7 @@ def copied(demo, tmp_path):
 
 
 def stamps(folder):
-    """Return the inode and time of each file, by name, which change when it is rewritten."""
+    """Return the inode of each file, which changes when it is rewritten."""
     return {path.name: path.stat().st_ino for path in folder.iterdir() if path.name != "engines.json"}
 
 

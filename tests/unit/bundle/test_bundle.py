@@ -149,17 +149,10 @@ def test_a_flipped_byte_anywhere_is_refused(apart: Path, tmp_path: Path, scratch
     data = apart.read_bytes()
     path = tmp_path / "damaged.tar"
     members = read_archive(apart).members.values()
-    edges = [
-        place
-        for member in members
-        for place in (
-            member.offset - 512,
-            member.offset - 1,
-            member.offset,
-            member.offset + member.size - 1,
-            member.offset + member.size,
-        )
-    ]
+    edges = []
+    for member in members:
+        end = member.offset + member.size
+        edges += [member.offset - 512, member.offset - 1, member.offset, end - 1, end]
     for place in sorted({*edges, *range(0, len(data), 997), len(data) - 1}):
         path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
         refused(path, scratch)
@@ -219,12 +212,12 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change, found", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("change, difference", CHANGES.values(), ids=CHANGES)
 def test_an_entry_that_the_manifest_does_not_list_so_is_refused(
-    apart: Path, tmp_path: Path, scratch: Path, change, found: str
+    apart: Path, tmp_path: Path, scratch: Path, change, difference: str
 ) -> None:
     line = refused(with_entry(apart, tmp_path / "other.tar", change), scratch)
-    assert found in line and "expected the file engines/entry.onnx" in line
+    assert difference in line and "expected the file engines/entry.onnx" in line
 
 
 def forged(path: Path, names: list[str], **about) -> Path:

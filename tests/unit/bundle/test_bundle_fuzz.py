@@ -57,16 +57,14 @@ def tried(bundle: Path, weights: str, work: Path) -> list[dict[str, Any]]:
 def wrong(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     expected = cases[0]["outcome"]
     assert expected.startswith("text: ")
-    fits = lambda case: (
-        case["outcome"] == expected
-        or (
-            case["outcome"].startswith("refused: ")
-            and len(case["outcome"].splitlines()) == 1
-            and len(case["outcome"]) < 1000
-        )
-        or (case["outcome"].startswith("text: ") and case["path"].startswith(OTHER_TEXT))
-    )
-    return [case for case in cases if not fits(case)]
+    wrong_cases = []
+    for case in cases:
+        outcome = case["outcome"]
+        is_refusal = outcome.startswith("refused: ") and len(outcome.splitlines()) == 1 and len(outcome) < 1000
+        is_other_text = outcome.startswith("text: ") and case["path"].startswith(OTHER_TEXT)
+        if outcome != expected and not is_refusal and not is_other_text:
+            wrong_cases.append(case)
+    return wrong_cases
 
 
 @pytest.mark.long

@@ -42,7 +42,7 @@ FOUND = {
     "several with names": ({**CONFIG, "chat_template": NAMED[1:]}, {}),
     "a file before the config": ({**CONFIG, "chat_template": NAMED}, {"chat_template__jinja": "{{ eos_token }}é\n"}),
     "tokens as objects": ({**CONFIG, "chat_template": PLAIN, "bos_token": TOKEN, "unk_token": None}, {}),
-    "tokens with names of their own": ({**CONFIG, "chat_template": PLAIN, "image_token": "<img>"}, {}),
+    "tokens with other names": ({**CONFIG, "chat_template": PLAIN, "image_token": "<img>"}, {}),
     "more tokens": ({**CONFIG, "chat_template": PLAIN, "extra_special_tokens": {"eot_token": "<eot>"}}, {}),
     "an old file of tokens": (
         {**CONFIG, "chat_template": PLAIN, "add_bos_token": True},

@@ -187,7 +187,7 @@ def test_whatever_a_file_holds_it_is_read_as_the_library_reads_it_or_an_error(tm
         records = read_header(file)
     except InputError:
         return
-    with safe_open(file, "np") as library:  # refuses with SafetensorError what it cannot read: no case of this is known
+    with safe_open(file, "np") as library:  # would raise SafetensorError: no case of this is known
         assert set(library.keys()) == records.keys()
 
 

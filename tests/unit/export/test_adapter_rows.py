@@ -34,31 +34,28 @@ def test_the_rewritten_graph_computes_the_same(shared: Shared, family: str, prec
         model = onnx.load_from_string(files[graph.file])
         prepared = prepare.prepare(model, graph.signature.slots, OPTIONS, True)
         assert prepared is not None
-        of_adapters = {part for slot in prepared.parts for part in rows_of(slot)}
-        inputs = {value.name for value in prepared.model.graph.input}
-        every = {slot.a for slot in assembly.adapters.classes[name].values()}
-        assert (
-            of_adapters | {part for part in inputs if part.endswith(A_SUFFIX) and part not in prepared.parts} == every
-        )
+        of_adapters = set[str]().union(*map(rows_of, prepared.parts))
+        inputs = {value.name for value in prepared.model.graph.input if value.name.endswith(A_SUFFIX)}
+        all_of_adapters = {slot.a for slot in assembly.adapters.classes[name].values()}
+        assert of_adapters | (inputs - prepared.parts.keys()) == all_of_adapters
         for slot, parts in prepared.parts.items():
-            assert (
-                [part for part in parts if part in of_adapters]
-                == rows_of(slot)
-                == parts[len(parts) - len(rows_of(slot)) :]
-            )
-        products = lambda graph: sum(node.op_type == "Gemm" for node in graph.node)
+            num_weights = len(parts) - len(rows_of(slot))
+            assert parts[num_weights:] == rows_of(slot) and not of_adapters & set(parts[:num_weights])
         fused = prepare.prepare(model, graph.signature.slots, OPTIONS)
         plain = fused.model if fused else model  # one product already, or none that is fused
-        assert products(prepared.model.graph) == products(plain.graph) - len(of_adapters)
+        assert num_products(prepared.model) == num_products(plain) - len(of_adapters)
         num_rewritten += len(of_adapters)
     assert (num_rewritten == 0) == (family == "gpt2")
+
+
+def num_products(model: onnx.ModelProto) -> int:
+    return sum(node.op_type == "Gemm" for node in model.graph.node)
 
 
 def test_rows_in_another_order_are_found(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
     files, assembly = with_adapters(*shared.assembled(dict(FAMILIES["llama"].config), "fp32"), ROOM)
     slot_rows = prepare.slot_rows
-    rows = lambda feeds, parts, slot: slot_rows(feeds, parts, slot)[::-1]
-    monkeypatch.setattr(prepare, "slot_rows", rows)
+    monkeypatch.setattr(prepare, "slot_rows", lambda feeds, parts, slot: slot_rows(feeds, parts, slot)[::-1])
     graph = assembly.classes["middle"]
     with pytest.raises(CheckError, match="the rewritten graph is not equivalent"):
         prepare.prepare(onnx.load_from_string(files[graph.file]), graph.signature.slots, OPTIONS, True)

@@ -1,5 +1,4 @@
-"""Each key of the demo's config.json with every kind of wrong value: taken, or refused in one line; never a traceback,
-never a hang."""
+"""Each key of the demo's config.json with every kind of wrong value: accepted, or rejected with a one-line message."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ def folder_of(path: Path, key: str, value: Any) -> Path:
 
 
 def resolved(folder: Path) -> Path | None:
-    """The architecture's manifest, None where the checkpoint is refused in one line, which says what to do."""
+    """Return the architecture's manifest, or None if the checkpoint is rejected with one line that says what to do."""
     try:
         resolve(str(folder), folder, folder.parent / "checkpoint.json")
         return resolve_architecture(str(folder), folder, folder.parent / "architecture.json")
@@ -174,8 +173,7 @@ def test_a_bare_decoder_may_leave_out_the_first_part_of_its_names(tmp_path):
 
 @pytest.mark.long
 def test_no_default_of_transformers_is_refused():
-    """What is required of every decoder must hold for every decoder that there is: a false refusal is worse than a late
-    one."""
+    """Requirements on all decoders must hold for each type of transformers: rather a late refusal than a false one."""
     refused = {}
     for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         try:

@@ -1,5 +1,5 @@
-"""No token may depend on another outside attention: planted mixtures are refused by name, and ropes that change with
-length are held."""
+"""No token may depend on another outside attention: graphs that mix tokens are rejected with the operator's name, and
+RoPE that changes with length is frozen."""
 
 from __future__ import annotations
 

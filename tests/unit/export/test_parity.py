@@ -286,8 +286,8 @@ def test_an_encoder_is_refused_unless_it_is_told_to_be_a_decoder(tmp_path):
 ])  # fmt: skip
 def test_the_small_model_is_deep_enough_to_show_all_neighbours(looks, depths):
     assert depths_to_try(looks) == depths
-    pairs = lambda text: set(zip(text, text[1:]))
-    assert all(pairs(looks[:depth]) == pairs(looks) for depth in depths)
+    for depth in depths:
+        assert set(itertools.pairwise(looks[:depth])) == set(itertools.pairwise(looks))
 
 
 SHAPES = {
@@ -324,10 +324,8 @@ def test_large_shapes_become_small_and_keep_their_settings(config):
         "rms_norm_eps",
     ):
         assert getattr(text, key, None) == getattr(real, key, None), key
-    ratio = lambda config: (
-        config.num_attention_heads > getattr(config, "num_key_value_heads", config.num_attention_heads)
-    )
-    assert ratio(text) == ratio(real)
+    small_heads, real_heads = (getattr(item, "num_key_value_heads", item.num_attention_heads) for item in (text, real))
+    assert (text.num_attention_heads > small_heads) == (real.num_attention_heads > real_heads)
 
 
 @pytest.mark.long

@@ -105,7 +105,7 @@ def test_transformers_reads_the_tokenizer_whatever_the_models_type(tmp_path: Pat
     assert len(tokenizer) == 256 and tokenizer.encode(text) == random_model.byte_tokenizer().encode(text).ids
 
 
-def test_bytes_are_tokens_and_come_back(tmp_path: Path) -> None:
+def test_bytes_are_tokens_and_come_back() -> None:
     tokenizer = random_model.byte_tokenizer()
     text = "A ß 日本 \n\t\0 \U0001f600"
     ids = tokenizer.encode(text).ids

@@ -37,10 +37,10 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("kind", "name", "own"), [(SENTENCEPIECE, "tokenizer.model", sentencepiece), (TEKKEN, "tekken.json", tekken)]
+    ("kind", "name", "make"), [(SENTENCEPIECE, "tokenizer.model", sentencepiece), (TEKKEN, "tekken.json", tekken)]
 )
-def test_the_ids_of_a_made_tokenizer_are_the_models(tmp_path, monkeypatch, capfd, kind, name, own):
-    """own: the model's tokenizer, as the tests make it of the same file by other code."""
+def test_the_ids_of_a_made_tokenizer_are_the_models(tmp_path, monkeypatch, capfd, kind, name, make):
+    """make: gives the model's tokenizer, made from the same file by the tests' own code."""
     folder = write(tmp_path / "checkpoint")
     (folder / "tokenizer.json").unlink()
     shutil.copyfile(model_file(kind), folder / name)
@@ -50,7 +50,7 @@ def test_the_ids_of_a_made_tokenizer_are_the_models(tmp_path, monkeypatch, capfd
     assert line.endswith(f"make it from the tokenizer's other files: python -m lockstep.export.slow_tokenizer {folder}")
     run(monkeypatch, folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    expected = own(folder / name)
+    expected = make(folder / name)
     for text in TEXTS:
         ids = expected.encode(text).ids
         assert tokenizer.encode(text).ids == ids and tokenizer.decode(ids) == expected.decode(ids), text

@@ -97,13 +97,10 @@ def test_names_and_shapes_are_those_of_the_contract(exported):
 def test_every_checkpoint_tensor_is_bound_and_has_the_slots_shape(exported):
     assembly = assembly_of(exported)
     weights = Weights.open(exported / "fp32" / "weights.json")
-    bound = {tensor for layer in assembly["layers"] for slots in layer["block"]["slots"].values() for tensor in slots}
-    bound |= {
-        tensor
-        for slots in (assembly["layers"][-1]["exit"]["slots"], assembly["embedding"]["slots"])
-        for names in slots.values()
-        for tensor in names
-    }
+    parts = [layer["block"] for layer in assembly["layers"]] + [assembly["layers"][-1]["exit"], assembly["embedding"]]
+    bound = set()
+    for part in parts:
+        bound.update(*part["slots"].values())
     assert bound == set(weights.names())
     for layer in assembly["layers"]:
         for part in (layer["block"], layer["exit"]):
@@ -119,8 +116,8 @@ def test_graphs_hold_no_weight_path_time_or_trace(exported):
         # shapes, axes, 20 rotary frequencies
         assert sum(len(tensor.raw_data) for tensor in model.graph.initializer) < 1024, path
         assert not model.metadata_props and not model.doc_string and not model.producer_version, path
-        for node in [*model.graph.node, *(node for function in model.functions for node in function.node)]:
-            assert not node.metadata_props and not node.doc_string, path
+        for part in (model.graph, *model.functions):
+            assert not any(node.metadata_props or node.doc_string for node in part.node), path
         assert not model.graph.value_info and not model.graph.metadata_props, path
         assert b"site-packages" not in path.read_bytes() and os.fsencode(DEMO.parent.parent) not in path.read_bytes(), (
             path

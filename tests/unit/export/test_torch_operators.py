@@ -1,4 +1,4 @@
-"""What torch's operators become computes what they compute."""
+"""Translations of torch's operators compute the same numbers."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from lockstep.manifests.digest_cache import Expected, check_files
 
 @pytest.fixture
 def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file that counts as large, and a user's cache of its own."""
+    """Return a file that counts as large; the user's cache is empty."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(digest_cache, "LARGE", 100)
     path = tmp_path / "weights"

@@ -83,7 +83,7 @@ NO_FILES = {  # public, and write nothing, or are classes
     ),
     *("generate", "load_config", "open_model", "open_tokenizer", "verify_results"),
 }
-# A random checkpoint is not made again: what is there might be a real one.
+# A random checkpoint is not replaced: the folder might hold a real one.
 OTHERS = ("notes.txt", "other.onnx", "middle_9.onnx", "older.engine", "data.json", "other.safetensors", ".other.tmp")
 
 
@@ -97,7 +97,7 @@ def test_every_public_function_is_here() -> None:
 
 @pytest.mark.parametrize("name", some(CALLS, "resolve_checkpoint", "export_graphs", "build_engines"))
 def test_other_files_of_the_folder_stay(references: Results, tmp_path: Path, name: str) -> None:
-    """Also where what it made is made again."""
+    """Also when its output is replaced."""
     demo = Demo(references)
     folder = tmp_path / "shared"
     folder.mkdir()
@@ -115,19 +115,19 @@ def test_other_files_of_the_folder_stay(references: Results, tmp_path: Path, nam
         assert state(folder).keys() == written.keys() and other_files.items() <= state(folder).items()
 
 
-@pytest.mark.parametrize(("name", "own"), [
+@pytest.mark.parametrize(("name", "file"), [
     ("make_random_checkpoint", "model.safetensors"), ("make_random_checkpoint", "model-00007-of-00009.safetensors"),
     ("make_random_checkpoint", "config.json"), ("convert_weights", "weights.safetensors"),
     ("export_graphs", "embedding.onnx"), ("export_graphs", "tokenizer.json"), ("export_config", "exit.onnx"),
     ("build_engines", "middle.onnx"), ("make_reference", "reference.safetensors"),
 ])  # fmt: skip
-def test_a_file_of_someone_else_is_not_replaced(references: Results, tmp_path: Path, name: str, own: str) -> None:
+def test_a_file_of_someone_else_is_not_replaced(references: Results, tmp_path: Path, name: str, file: str) -> None:
     folder = tmp_path / "shared"
     folder.mkdir()
-    (folder / own).write_text("someone else's")
+    (folder / file).write_text("someone else's")
     before = state(folder)
     line = error_of(CALLS[name], Demo(references), folder)
-    assert line.startswith(f"{folder / own}: expected") and "folder" in line and "delete" in line
+    assert line.startswith(f"{folder / file}: expected") and "folder" in line and "delete" in line
     assert state(folder) == before
 
 

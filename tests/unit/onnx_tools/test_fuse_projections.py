@@ -1,6 +1,7 @@
 """Fused graphs compute what the canonical graph computes: both run in ONNX Runtime on the same inputs."""
 
 import functools
+import itertools
 
 import families
 import handmade
@@ -25,11 +26,11 @@ def graphs(shared):
     """[(file name, canonical model)] of a family."""
 
     @functools.cache
-    def made(family):
+    def load(family):
         files, _ = shared.assembled(*FAMILIES[family])
         return [(file, onnx.load_from_string(data)) for file, data in sorted(files.items())]
 
-    return made
+    return load
 
 
 def fuse(model, slots):
@@ -64,9 +65,11 @@ def test_fused_projections_compute_the_same(graphs, family, products):
     slots = {value.name for value in model.graph.input if value.name not in ("hidden", "attention")}
     fused, mapping = fuse(model, slots)
     assert sum(node.op_type == "Gemm" for node in fused.graph.node) == products  # qkv, output, gate and up, down
-    assert sorted(part for parts in mapping.values() for part in parts) == sorted(slots)
+    assert sorted(itertools.chain(*mapping.values())) == sorted(slots)
     feeds = inputs_of(model)
-    rows = {slot: np.concatenate([feeds[part] for part in parts]) for slot, parts in mapping.items()}
+    rows = {}
+    for slot, parts in mapping.items():
+        rows[slot] = np.concatenate([feeds[part] for part in parts])
     expected = compute(model, feeds)
     actual = compute(fused, {name: feeds[name] for name in ("hidden", "attention")} | rows)
     for output in expected:

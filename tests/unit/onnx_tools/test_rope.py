@@ -1,7 +1,6 @@
-"""RoPE as two numbers for each position and element: read out of graphs of many families, held against the
-graphs and against transformers.
+"""RoPE as two numbers for each position and element, read from graphs of many families.
 
-What is not of that form is refused, with what was found.
+Compared with the graphs and with transformers. Other forms are rejected with their description.
 """
 
 from __future__ import annotations
@@ -117,8 +116,7 @@ def test_the_tables_turn_as_the_graph_does(cut, tmp_path) -> None:
     "cut", of(["llama, llama3 rope", "llama, yarn rope", "mistral", "cohere", "glm"]), indirect=True
 )
 def test_the_tables_turn_as_transformers_does(cut, tmp_path) -> None:
-    """Its own function on its own cosines, in float64: what is left is that these are fp16 in the graph, each rounded
-    by 2^-11 at most."""
+    """Its own function on its own cosines, in float64. The graph has these in fp16, each rounded by at most 2^-11."""
     module = importlib.import_module(
         f"transformers.models.{cut.config['model_type']}.modeling_{cut.config['model_type']}"
     )
@@ -247,7 +245,7 @@ def test_queries_and_keys_may_differ_and_elements_may_move(tmp_path, changes) ->
     first_weight, other, partner = tables.arrays()
     assert tables.separate and first_weight.shape == other.shape == (POSITIONS, 2, 4) and partner.shape == (2, 2, 4)
     plain = read_rope_tables(executable(handmade(), tmp_path), POSITIONS, "here").query
-    is_of_keys = "query" in changes  # what is as ever
+    is_of_keys = "query" in changes  # which did not change
     np.testing.assert_array_equal(first_weight[:, int(is_of_keys)], plain.first_weight)
     np.testing.assert_array_equal(partner[int(is_of_keys)], [plain.first, plain.second])
 

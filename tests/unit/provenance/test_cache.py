@@ -1,4 +1,4 @@
-"""The shared cache: what it holds, and what it gives back."""
+"""The shared cache: its entries and blobs, and the files that it restores."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ def test_a_model_takes_what_another_of_its_tree_has(tmp_path: Path, capsys) -> N
     assert "reused: export tuned/fp32 is that of base, of the same build key\n" in capsys.readouterr().err
     base.write_text("damaged")
     tuned.write_text("damaged")
-    made = []
-    export("third", "fp32", lambda out: (made.append(out), assembly(out)))
-    export("third", "fp16", lambda out: (made.append(out), assembly(out)))
-    assert len(made) == 2 and capsys.readouterr().err == ""
+    outputs = []
+    for precision in ("fp32", "fp16"):
+        export("third", precision, lambda out: (outputs.append(out), assembly(out)))
+    assert len(outputs) == 2 and capsys.readouterr().err == ""
 
 
 def graphs(demo: Results, folder: Path) -> Path:

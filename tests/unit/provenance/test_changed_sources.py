@@ -1,4 +1,4 @@
-"""What has changed in the files that a model is made of: their content decides, not their dates or places."""
+"""Changes of a model's source files: found by content, not by dates or places."""
 
 from __future__ import annotations
 

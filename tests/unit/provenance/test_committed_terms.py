@@ -39,7 +39,7 @@ def test_each_check_that_a_machine_without_a_gpu_makes_is_locked() -> None:
 
 
 def test_what_the_config_says_to_a_job_is_plain_json() -> None:
-    """Else `explain` compares it with what is in a record, and finds a list that was a tuple."""
+    """Else `explain` would find a list in the record where the config has a tuple."""
     for job in jobs(CONFIG, Path(), CONFIG.targets()):
         assert job.options == json.loads(json.dumps(job.options)), job
 

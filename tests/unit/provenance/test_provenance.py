@@ -1,4 +1,4 @@
-"""Statements: the published fields of in-toto and SLSA, what they name, and what verify says of those of before."""
+"""Statements: the published fields of in-toto and SLSA, their subjects, and verify's findings for older ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lockstep.targets import Results
 
 NAMES = {"model": "demo-llama", "precision": "fp16", "backend": "onnxruntime"}
 
-# What is published. Statement, descriptor: github.com/in-toto/attestation/blob/main/spec/v1/statement.md and
+# The published formats. Statement, descriptor: github.com/in-toto/attestation/blob/main/spec/v1/statement.md and
 # resource_descriptor.md (of a descriptor at least one of uri, digest, content; of a subject the digest). Predicate:
 # slsa.dev/spec/v1.0/provenance (buildType, externalParameters and builder.id are required; version maps strings to
 # strings; times are RFC 3339 in UTC; fields of one's own are named vendor_field).
@@ -105,7 +105,7 @@ def build(results: Results) -> Path:
 
 @pytest.fixture
 def results(demo: Results, tmp_path: Path) -> Results:
-    """The demo's graphs in fp16 with the manifest of what they were made of; no engines."""
+    """The demo's graphs in fp16 with the manifest of their sources; no engines."""
     results = Results(tmp_path / "results")
     shutil.copytree(demo.assembly("demo-llama", "fp16").parent, results.assembly("demo-llama", "fp16").parent)
     for name, make in (

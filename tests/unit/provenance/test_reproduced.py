@@ -1,4 +1,4 @@
-"""A target against what was built again: the same, or each planted difference named with what made it."""
+"""A target compared with a rebuild: equal, or each planted difference is named with its cause."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ def differences(record: Reproduction) -> dict[str, str]:
 def test_two_builds_on_the_cpu_are_the_same(references: Results, first: Results, again, tmp_path: Path) -> None:
     record = again(first, make(references, tmp_path / "results"))
     assert record.same_rounds == 2 and not differences(record)
-    assert all(any(place.startswith(name) for place in record.artefacts) for name in BUILT)
+    for name in BUILT:
+        assert any(place.startswith(name) for place in record.artefacts), name
     assert Reproduction.load(first.reproduction(*NAMES)) == record
 
 
@@ -114,4 +115,4 @@ def test_other_tokens_and_a_golden_check_that_fails_are_named(first: Results, ag
     report = read_json(second.golden(*NAMES))
     record = again(second, failure="prompt 'Light': expected token 1, found 2")
     assert differences(record) == {"golden check": "prompt 'Light': expected token 1, found 2"}
-    assert report["prompts"], "the tokens that a run found stand beside"
+    assert report["prompts"], "the report has the tokens of that run"

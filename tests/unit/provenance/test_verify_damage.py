@@ -1,4 +1,4 @@
-"""Documents and files damaged in every way that came to mind: verify, diff, explain and lock name each in one line."""
+"""Damaged documents and files: verify, diff, explain and lock name each with a one-line message."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TARGET = Target(MODEL, "fp16", 2, "onnxruntime")
 
 
 def make(results: Results, name: str, value: dict[str, Any], **files: bytes) -> None:
-    """The stage `name`, recorded, of a manifest that names `files` that lie beside it."""
+    """Record the stage `name`; its manifest names `files`, in the same folder."""
     job = STAGES[name].job(
         CONFIG, results.root, {"model": MODEL, "precision": "fp16", "layers": 2, "backend": "onnxruntime"}
     )
@@ -88,7 +88,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make(results, "config", {"models": {MODEL: model}})
     lock = root / "locks" / f"{MODEL}.lock.json"
     updated_lock(results.root, MODEL, lock).lock.save(lock)
-    assert {finding.status for finding in found(root)} == {SAME}
+    assert {finding.status for finding in findings_of(root)} == {SAME}
     return root
 
 
@@ -97,12 +97,12 @@ def damaged(tree: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tree, tmp_path / "tree"))
 
 
-def found(root: Path) -> list[Finding]:
+def findings_of(root: Path) -> list[Finding]:
     return verify(root / "results", {MODEL: root / "locks" / f"{MODEL}.lock.json"})
 
 
 def look(root: Path) -> None:
-    """All that reads statements and locks; errors are one line that names a file. Raises what is no such error."""
+    """Read statements and locks in each way; errors must be one line that names a file."""
     results = root / "results"
     lock = root / "locks" / f"{MODEL}.lock.json"
     for call in (
@@ -158,7 +158,7 @@ def edited(value: Any) -> Iterator[Any]:
 
 
 def with_digest(value: Any) -> Any:
-    """As if it had been written so: only what is in it is wrong."""
+    """Return the document with right digests: only its content is wrong."""
     value = copy.deepcopy(value)
     predicate = value.get("predicate")
     if isinstance(predicate, dict) and predicate.pop(DIGEST, None):
@@ -177,7 +177,7 @@ def test_a_document_that_is_none_is_named_in_one_line(damaged: Path, how: str) -
     ]:
         data = path.read_bytes()
         path.write_bytes(data[: len(data) // 2] if RAW[how] is None else RAW[how])
-        named = [finding for finding in found(damaged) if finding.status != SAME]
+        named = [finding for finding in findings_of(damaged) if finding.status != SAME]
         assert any(path.name in str(finding) for finding in named), (path, named)
         assert all(len(str(finding).splitlines()) == 1 for finding in named)
         look(damaged)
@@ -186,13 +186,13 @@ def test_a_document_that_is_none_is_named_in_one_line(damaged: Path, how: str) -
 
 @pytest.mark.long
 def test_entries_of_another_type_are_named_in_one_line(damaged: Path) -> None:
-    """Under right digests and keys, so that they are seen by whoever takes them for what they should be."""
+    """Digests and keys are right, so that the readers of each type get them."""
     tried = 0
     for path in documents(damaged):
         data = path.read_bytes()
         for value in edited(json.loads(data)):
             path.write_text(json.dumps(with_digest(value)))
-            findings = found(damaged)
+            findings = findings_of(damaged)
             assert all(len(str(finding).splitlines()) == 1 for finding in findings)
             look(damaged)
             tried += 1
@@ -214,7 +214,7 @@ def test_what_is_no_file_is_named_in_one_line(damaged: Path, kind: str) -> None:
     for path in sorted(path for path in damaged.rglob("*") if path.is_file()):
         moved = path.rename(damaged / "moved")
         KINDS[kind](path)
-        named = [finding for finding in found(damaged) if finding.status != SAME]
+        named = [finding for finding in findings_of(damaged) if finding.status != SAME]
         assert any(path.name in str(finding) for finding in named), (path, named)
         if kind not in ("a pipe", "an endless device"):
             look(damaged)
@@ -227,16 +227,16 @@ def test_what_builds_took_is_a_measurement(damaged: Path) -> None:
     (engines,) = damaged.rglob("engines.json")
     path = engines.with_name("build.costs.json")
     write_json(path, {"format": formats.BUILD_COSTS, "engines": {"exit": {"seconds": 1.5, "peak_memory_bytes": None}}})
-    assert {finding.status for finding in found(damaged)} == {SAME}
+    assert {finding.status for finding in findings_of(damaged)} == {SAME}
     path.write_bytes(path.read_bytes().replace(b"1.5", b"1.6"))
-    (named,) = [finding for finding in found(damaged) if finding.status != SAME]
+    (named,) = [finding for finding in findings_of(damaged) if finding.status != SAME]
     assert "build.costs.json" in str(named)
 
 
 def test_a_folder_in_place_of_a_measurement_is_named(damaged: Path) -> None:
-    """No statement names a speed: a folder in its place was not looked at."""
+    """No statement names a speed report; a folder of its name was not noticed before."""
     next((damaged / "results" / MODEL).rglob("*.statement.json")).with_name("2.speed.json").mkdir()
-    (named,) = [finding for finding in found(damaged) if finding.status != SAME]
+    (named,) = [finding for finding in findings_of(damaged) if finding.status != SAME]
     assert "2.speed.json: no statement names it; it is a folder" in str(named)
 
 
@@ -248,6 +248,6 @@ def test_a_lock_of_the_release_before_is_read_once_and_written_anew(damaged: Pat
     (place,) = [where for where in earlier["locked"] if where.startswith("engines/")]
     earlier["locked"][f"{place} 0123456789ab"] = earlier["locked"].pop(place)
     path.write_text(json.dumps({**earlier, "format": "lockstep.lock/4"}))
-    assert any("expected format 'lockstep.lock/5'" in finding.reason for finding in found(damaged))
+    assert any("expected format 'lockstep.lock/5'" in finding.reason for finding in findings_of(damaged))
     updated_lock(damaged / "results", MODEL, path).lock.save(path)
     assert path.read_bytes() == data

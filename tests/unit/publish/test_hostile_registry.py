@@ -1,4 +1,4 @@
-"""Pulls and pushes against a registry that answers what it likes: one line each, and nothing is left behind."""
+"""Pulls and pushes with a malicious registry: one line each, and no file stays."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Answer = tuple[int, dict[str, str], bytes]
 
 
 class Registry:
-    """A registry in memory. answers: by a request's method and a part of its path, in place of its own."""
+    """A registry in memory. answers: overrides, keyed by a request's method and a part of its path."""
 
     def __init__(self) -> None:
         self.stored: dict[str, bytes] = {}
@@ -238,4 +238,4 @@ def test_what_is_attached_is_checked_before_a_bundle_is_written(
         answer = json.dumps(Index((entry,)).to_json()).encode()
     server.answers["GET", "/referrers/"] = 200, {}, answer
     refused(lambda: artifact.pull(place(server), tmp_path / "out.tar"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["from"], "no bundle, and nothing beside it"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["from"], "no bundle and no other file"

@@ -44,7 +44,7 @@ def results(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
-    """A private key and its public key, by name."""
+    """Return a function that makes a private and a public key for a name."""
     folder = tmp_path_factory.mktemp("keys")
 
     def pair(name: str) -> tuple[Path, Path]:
@@ -296,14 +296,14 @@ def test_the_licence_of_a_checkpoint_is_that_of_its_card(tmp_path: Path, card: s
 def test_what_is_asked_of_verify_must_fit(signed: Path, keys: Callable) -> None:
     public = str(keys("signer")[1])
 
-    def said(*arguments: str) -> str:
+    def error_of_verify(*arguments: str) -> str:
         done = CliRunner().invoke(main, ["verify", *arguments])
         assert done.exit_code == 2, done.output
         (line,) = done.stderr.splitlines()
         return line
 
-    assert "expected --signature with it" in said(str(signed), "--key", public)
-    assert "expected a public key of a possible signer" in said(str(signed), "--signature")
-    assert "expected a bundle, found none" in said("--signature", "--key", public)
-    assert "expected models, bundles or certificates, found several" in said(str(signed), "demo-llama")
+    assert "expected --signature with it" in error_of_verify(str(signed), "--key", public)
+    assert "expected a public key of a possible signer" in error_of_verify(str(signed), "--signature")
+    assert "expected a bundle, found none" in error_of_verify("--signature", "--key", public)
+    assert "expected models, bundles or certificates, found several" in error_of_verify(str(signed), "demo-llama")
     assert "signed by key" in CliRunner().invoke(main, ["verify", str(signed), "--signature", "--key", public]).output

@@ -1,4 +1,4 @@
-"""The report's pages: what stands first, what is marked, what is escaped, and that nothing is fetched."""
+"""The report's pages: the verdict comes first, differences are marked, texts escaped, and nothing is fetched."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DIFFERENCE = TokenDifference(1, 12, 99, 0.31, False, " a hilly", " city", " town
 
 
 class Parsed(HTMLParser):
-    """A page as a browser reads it: what it links, what is marked, and its text."""
+    """A page as a browser reads it: its links, marked parts, and text."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -69,9 +69,9 @@ class Parsed(HTMLParser):
             self.text += "\n"
 
 
-def prompt(text: str = "San Francisco is", **more: Any) -> GoldenPrompt:
+def prompt(text: str = "San Francisco is", **options: Any) -> GoldenPrompt:
     fields = {"text_out": " a hilly city", "reference_text": " a hilly city", "max_logit_error": 0.25}
-    return golden_prompt(text, **{**fields, **more})
+    return golden_prompt(text, **{**fields, **options})
 
 
 def checked(out: Path, report: Report, failure: str | None = None) -> None:
@@ -124,7 +124,7 @@ BF16 = "needs bf16 in the CPU (avx512_bf16 or amx_bf16), found none"
 
 
 def rows_of(verdicts: list[str], on_results: Results) -> Summary:
-    """Rows with these verdicts; "gpu", "bf16" and "other" are what has not run because this machine lacks it."""
+    """Rows with these verdicts; "gpu", "bf16" and "other" did not run for lack of hardware."""
     blocked = {"gpu": ("fp16", "cuda"), "bf16": ("bf16", "openvino"), "other": ("fp32", "own")}
     kinds = [blocked.get(verdict, ("fp16", "onnxruntime")) for verdict in verdicts]
     targets = [Target("m", precision, layers, backend) for layers, (precision, backend) in enumerate(kinds, 1)]
@@ -136,7 +136,7 @@ def rows_of(verdicts: list[str], on_results: Results) -> Summary:
 
 
 @pytest.mark.parametrize(
-    ("verdicts", "said"),
+    ("verdicts", "sentence"),
     [
         (["pass"], "The only target passes."),
         (["pass"] * 4, "All 4 targets pass."),
@@ -155,8 +155,8 @@ def rows_of(verdicts: list[str], on_results: Results) -> Summary:
         (["pass", "other"], "1 of 1 target that can run here passes; 1 cannot: it is Sunday."),
     ],
 )  # fmt: skip
-def test_the_verdict_is_one_sentence(verdicts: list[str], said: str, tmp_path: Path) -> None:
-    assert headline(rows_of(verdicts, Results(tmp_path))) == said
+def test_the_verdict_is_one_sentence(verdicts: list[str], sentence: str, tmp_path: Path) -> None:
+    assert headline(rows_of(verdicts, Results(tmp_path))) == sentence
 
 
 def test_the_fastest_target_whose_quality_passes_is_to_be_served(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import html
+import itertools
 import json
 import os
 import subprocess
@@ -130,7 +131,8 @@ def test_targets_that_cannot_run_here_are_a_line_for_each_reason(
     results: Results, capsys: pytest.CaptureFixture
 ) -> None:
     reason = "needs an NVIDIA GPU of compute capability 8.0 or higher, found none"
-    cuda_targets = [Target("m", precision, layers, "cuda") for precision in ("fp16", "w8a16") for layers in (2, "all")]
+    names = itertools.product(("fp16", "w8a16"), (2, "all"))
+    cuda_targets = [Target("m", precision, layers, "cuda") for precision, layers in names]
     for target in cuda_targets:
         recorded(results.validation(target.model, target.precision, target.layers), validation(target, blocks(0.0)))
     rows = summary.collect(results, [*TARGETS, *cuda_targets], {"cuda": reason})
@@ -160,7 +162,7 @@ def test_the_error_of_the_engines_is_that_of_the_present_ones(results: Results) 
 
 
 def lines(results: Results, capsys: pytest.CaptureFixture) -> list[str]:
-    """The terminal's table of what was written, which JSON, CSV and the report's first page must say too."""
+    """Return the terminal's table; JSON, CSV and the report's first page must have the same rows."""
     written = summary.write(results, TARGETS)
     rows = written.targets
     assert Summary.load(results.summary()) == written
@@ -263,7 +265,7 @@ def test_a_summary_is_written_again_when_it_says_something_else(results: Results
 def test_a_report_that_goes_while_the_summary_is_made_is_not_run(
     results: Results, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Snakemake deletes what a job is to make before the job begins, whatever runs beside it."""
+    """Snakemake deletes a job's outputs before it begins, whatever other jobs run."""
     gone = results.engines("m", "fp16", "onnxruntime")
 
     def content_beside_another_job(path: Path) -> str:

@@ -82,13 +82,13 @@ def right(demo) -> Callable[[str], run.TorchRun]:
     """What PyTorch and the export say, which no fault below touches: made once for each precision."""
 
     @functools.cache
-    def made(precision: str) -> run.TorchRun:
+    def run_torch(precision: str) -> run.TorchRun:
         config = read_json(demo.checkpoint("demo-llama"))["config"]
         assembly = demo.assembly("demo-llama", precision)
         graphs = open_graphs(assembly, demo.weights("demo-llama", precision), LAYERS, 1)
         return run.run_torch(config, graphs, Tokenizer.open(assembly).encode(PROMPT))
 
-    return made
+    return run_torch
 
 
 def steps(report: BisectReport, part: str) -> MeasuredOutput:
@@ -414,8 +414,6 @@ def test_weights_that_are_not_the_checkpoints_are_told_by_the_reference(referenc
 
 
 class Reweighed(Referenced):
-    """Weights of its own."""
-
     weights = Results.weights
 
     def assembly(self, model: str, precision: str) -> Path:
@@ -599,7 +597,7 @@ print(report.wrong, peak - before)
 def test_memory_stays_below_the_weights_and_a_few_layers(tmp_path):
     """Weights are mapped from their files.
 
-    Next to them a layer is allocated in float32 where PyTorch, a graph or an engine computes.
+    PyTorch, a graph and an engine allocate one layer in float32 besides.
     """
     sizes = {
         "vocab_size": 2048, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 16,
@@ -634,10 +632,10 @@ def test_a_model_with_adapters_is_followed_without_them(demo, shared, tmp_path):
     config = read_json(demo.checkpoint("demo-llama"))["config"]
     graphs = open_graphs(assembly, demo.weights("demo-llama", "fp32"), LAYERS, 1)
     torch_run = run.run_torch(config, graphs, Tokenizer.open(assembly).encode(PROMPT))
-    ask = lambda: run.bisect(results, target, TOLERANCES["fp32"], prompt=PROMPT, torch_run=torch_run)
-    answer = ask()
+    bisect = functools.partial(run.bisect, results, target, TOLERANCES["fp32"], prompt=PROMPT, torch_run=torch_run)
+    answer = bisect()
     assert answer.wrong == "nothing" and not answer.faults
     assert any("followed without one" in note for note in answer.notes)
     fault = GRAPH_FAULTS["middle residual"]
     plant_in_graph(results, fault)
-    check_named(ask(), "graph", fault)
+    check_named(bisect(), "graph", fault)

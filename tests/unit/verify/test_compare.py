@@ -180,12 +180,12 @@ def test_every_precision_is_compared(tmp_path, gpu) -> None:
         "golden": {"prompts": [{"text": "a"}]},
     }
     tensorrt = load.load({"models": {"m": model}})
-    stages = [[step.stage for step in jobs(tensorrt, tmp_path, [target])] for target in tensorrt.targets()]
-    assert set(stages[0]) == {
+    fp16, bf16 = ([job.stage for job in jobs(tensorrt, tmp_path, [target])] for target in tensorrt.targets())
+    assert set(fp16) == {
         *("resolve", "architecture", "export", "convert", "validate", "build", "compare", "reference"),
         *("golden", "served"),
     }
-    assert stages[1] == stages[0], "bf16 is compared too"
+    assert bf16 == fp16
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorrt") is not None, reason="TensorRT is installed here")
@@ -228,10 +228,9 @@ LIMITS = Limits(max_batch_size=16, max_num_tokens=512, max_seq_len=256)
 def test_each_profile_is_run_at_its_smallest_and_at_a_size_that_takes_seconds(graph, limits, expected) -> None:
     assembly = SimpleNamespace(max_position_embeddings=None)
     actual = inputs.cases(inputs.ComparedGraph(onnx.parser.parse_model(graph), assembly, replace(LIMITS, **limits)))
-    assert [
-        (case.profile, *(case.sizes[dim] for dim in ("num_tokens", "num_requests") if dim in case.sizes))
-        for case in actual
-    ] == expected
+    for case, (profile, *sizes) in zip(actual, expected, strict=True):
+        assert case.profile == profile
+        assert case.sizes == dict(zip(("num_tokens", "num_requests"), sizes))
 
 
 @pytest.mark.parametrize("positions, expected", [(2048, 32), (16, 8), (None, 32)])
@@ -285,7 +284,9 @@ def test_engines_of_tensorrt_run_on_each_of_their_profiles(gpu, demo, tmp_path, 
     kinds = set() if attention == "fused" else {"attention.decode", "attention.prefill"}
     assert set(report["engines"]) == {"embedding", "entry", "middle", "exit", *kinds}
     assert report["versions"]["tensorrt"] == "10.6.0"
-    profiles = [run["profile"] for name in sorted(report["engines"]) for run in report["engines"][name]["runs"]]
+    profiles = []
+    for name in sorted(report["engines"]):
+        profiles += [run["profile"] for run in report["engines"][name]["runs"]]
     chosen = [number for number in profiles if number]  # a context begins in the first
     assert gpu.profiles == chosen and max(profiles) == 2
     assert report["relative_error"] <= {"fp32": 16 * 2**-24, "fp16": 4 * 2**-11}[precision] and gpu.blocks == 1
@@ -316,12 +317,10 @@ def test_a_rotary_encoding_is_kept_with_recorded_plans_and_goes_with_fused_atten
 ) -> None:
     build_and_compare(demo, tmp_path, "fp16", tactics="record")
     assert built() == 5
-    # Not the comparison's report: sums of several threads differ in their last bits.
-    files_now = lambda: {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name != "compare.json"}
-    before = files_now()
+    before = built_files(tmp_path)
     assert set(read_json(tmp_path / "tactics.json")["engines"]) == {"embedding", "entry", "middle", "exit"}
     build_and_compare(demo, tmp_path, "fp16", tactics="record")
-    assert built() == 0 and files_now() == before
+    assert built() == 0 and built_files(tmp_path) == before
     build_and_compare(demo, tmp_path, "fp16", tactics="verified")  # the engines that the record speaks of
     assert built() == 0 and read_json(tmp_path / "engines.json")["options"]["tactics"] == "verified"
     (tmp_path / "middle.engine").unlink()
@@ -329,6 +328,11 @@ def test_a_rotary_encoding_is_kept_with_recorded_plans_and_goes_with_fused_atten
     assert built() == 1
     build_and_compare(demo, tmp_path, "fp16", attention="traced")
     assert not (tmp_path / "attention.rotary.onnx").exists() and (tmp_path / "attention.decode.engine").exists()
+
+
+def built_files(folder: Path) -> dict[str, bytes]:
+    """Return the files but the comparison's report: sums of several threads differ in their last bits."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "compare.json"}
 
 
 def test_a_build_for_fused_attention_asks_for_cudnn_first_and_no_other_build_does(

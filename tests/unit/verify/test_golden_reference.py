@@ -29,7 +29,7 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def made(checkpoint):
+def reference_json(checkpoint):
     return make_reference(checkpoint, 2, GoldenTerms(12, PROMPTS), checkpoint.parent / "2.json")
 
 
@@ -76,21 +76,24 @@ def test_decoding_stops_at_the_end_of_the_text_and_keeps_its_token(checkpoint):
     assert answer.new_text == " it is lighter than water."
 
 
-def test_the_logits_beside_the_manifest_are_those_that_tokens_were_chosen_from(made):
-    manifest = read_json(made, "lockstep.reference/4")
-    logits = load_file(made.with_suffix(".safetensors"))
+def test_the_logits_beside_the_manifest_are_those_that_tokens_were_chosen_from(reference_json):
+    manifest = read_json(reference_json, "lockstep.reference/4")
+    logits = load_file(reference_json.with_suffix(".safetensors"))
     assert (manifest["layers"], manifest["eos_token_ids"]) == (2, [0])
     assert [prompt["text"] for prompt in manifest["prompts"]] == list(PROMPTS)
-    assert manifest["logits"] == {"file": "2.safetensors", "sha256": sha256_file(made.with_suffix(".safetensors"))}
+    assert manifest["logits"] == {
+        "file": "2.safetensors",
+        "sha256": sha256_file(reference_json.with_suffix(".safetensors")),
+    }
     for i, prompt in enumerate(manifest["prompts"]):
         rows = logits[f"logits.{i}"]
         assert rows.dtype == np.float32 and rows.argmax(1).tolist() == prompt["tokens"]
 
 
-def test_two_references_are_the_same_bytes(checkpoint, made, tmp_path):
+def test_two_references_are_the_same_bytes(checkpoint, reference_json, tmp_path):
     again = make_reference(checkpoint, 2, GoldenTerms(12, PROMPTS), tmp_path / "2.json")
-    assert again.read_bytes() == made.read_bytes()
-    assert again.with_suffix(".safetensors").read_bytes() == made.with_suffix(".safetensors").read_bytes()
+    assert again.read_bytes() == reference_json.read_bytes()
+    assert again.with_suffix(".safetensors").read_bytes() == reference_json.with_suffix(".safetensors").read_bytes()
 
 
 def test_a_prompt_that_cannot_be_answered_is_refused(checkpoint, tmp_path):
@@ -143,7 +146,10 @@ def test_a_tokenizer_of_another_model_is_refused_by_the_first_token_that_this_on
 def test_text_is_decoded_behind_the_prompt():
     """As in tokenizers of the SentencePiece kind, which drop the first space of a text."""
     words = ["", " San", " Francisco", " is"]
-    decode = lambda ids: "".join(words[i] for i in ids)[1:]
+
+    def decode(ids):
+        return "".join(words[i] for i in ids)[1:]
+
     assert new_text(decode, [1, 2], [3]) == " is" and decode([3]) == "is"
     # the prompt's own text changed: the new tokens alone
     assert new_text(lambda ids: f"<{len(ids)}>", [1], [2]) == "<1>"

@@ -71,7 +71,7 @@ MODELS = {"llama": by_bias, "gemma3_text": by_embedding}
 
 
 @pytest.fixture(params=some(["llama", "gemma3_text"]))
-def made(request, shared) -> Callable[[str], Results]:
+def results_of(request, shared) -> Callable[[str], Results]:
     """By kind, "plain" or "wide" with `residual: float32`, results of a model whose stream is beyond float16."""
 
     def of(kind: str) -> Results:
@@ -111,7 +111,7 @@ def run_golden(
     built: Path | None = None,
     exported: Path | None = None,
 ) -> Path:
-    """built, exported: engines and assembly instead of those of `made`."""
+    """built, exported: engines and assembly instead of those of `results_of`."""
     assembly, weights, engines = paths(build_results, kind)
     inputs = {"assembly": exported or assembly, "weights": weights, "engines": built or engines}
     inputs["reference"] = build_results(kind).reference(NAME, "all")
@@ -131,20 +131,20 @@ STREAM = line(r"(layer 1 \(block middle\)|the embedding \(block embedding\))", "
 
 
 @pytest.mark.long
-def test_plain_fp16_is_refused_for_what_it_is(made, tmp_path):
+def test_plain_fp16_is_refused_for_what_it_is(results_of, tmp_path):
     with pytest.raises(CheckError, match=f"^{STREAM}; details in"):
-        validated(made, "plain", tmp_path / "validate.json")
+        validated(results_of, "plain", tmp_path / "validate.json")
     with pytest.raises(CheckError, match=f"^{STREAM}; prompt 'The river', .*; details in"):
-        run_golden(made, "plain", tmp_path)
-    fault = bisect(made("plain"), Target(NAME, "fp16", "all", "onnxruntime"), TOLERANCES)
+        run_golden(results_of, "plain", tmp_path)
+    fault = bisect(results_of("plain"), Target(NAME, "fp16", "all", "onnxruntime"), TOLERANCES)
     assert fault.wrong == "overflow"
     assert re.fullmatch(STREAM, f"{fault.answer.removeprefix('overflow: ')}; {fault.look_at[0]}")
 
 
 @pytest.mark.long
-def test_compare_names_an_overflow_of_the_graph(made, tmp_path, monkeypatch):
+def test_compare_names_an_overflow_of_the_graph(results_of, tmp_path, monkeypatch):
     """On its own inputs a graph may overflow where the model does not: it is no engine's fault."""
-    assembly, weights, engines = paths(made, "plain")
+    assembly, weights, engines = paths(results_of, "plain")
     arrays = inputs.arrays
 
     def large(graph, case):
@@ -157,32 +157,32 @@ def test_compare_names_an_overflow_of_the_graph(made, tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-def test_with_a_wide_residual_stream_it_passes(made, tmp_path):
-    assembly, weights, engines = paths(made, "wide")
-    report = read_json(validated(made, "wide", tmp_path / "validate.json"))
+def test_with_a_wide_residual_stream_it_passes(results_of, tmp_path):
+    assembly, weights, engines = paths(results_of, "wide")
+    report = read_json(validated(results_of, "wide", tmp_path / "validate.json"))
     assert report["result"] == "pass"
     compare.run(assembly, weights, engines, TOLERANCES, LIMITS, tmp_path / "compare.json")
-    assert read_json(run_golden(made, "wide", tmp_path))["max_logit_error"] > 0  # float16 is not left out
+    assert read_json(run_golden(results_of, "wide", tmp_path))["max_logit_error"] > 0  # float16 is not left out
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("backend, version", [("tensorrt", "10.6.0"), ("tensorrt", "10.9.0"), ("cuda", "")])
-def test_gpu_backends_take_the_graphs(made, tmp_path, backend, version):
+def test_gpu_backends_take_the_graphs(results_of, tmp_path, backend, version):
     """On the fake GPU: only the buffers and kernels of the stream differ."""
-    assembly, weights, _ = paths(made, "wide")
+    assembly, weights, _ = paths(results_of, "wide")
     with fake_gpu.installed(version, backend) as gpu:
         engines = build(assembly, backend, tmp_path / "engines.json", SIZES)
         if backend != "cuda":  # whose products round to float16, beyond which they are of random numbers
             compare.run(assembly, weights, engines, TOLERANCES, LIMITS, tmp_path / "compare.json")
-        run_golden(made, "wide", tmp_path, backend, engines)
+        run_golden(results_of, "wide", tmp_path, backend, engines)
         gc.collect()
     assert not gpu.faults
 
 
 @pytest.mark.long
-def test_ranks_and_adapters_keep_the_stream_wide(made, tmp_path):
-    """Partial sums are float16, what they are added to float32; adapters' products are float16."""
-    results = made("wide")
+def test_ranks_and_adapters_keep_the_stream_wide(results_of, tmp_path):
+    """Partial sums and adapters' products are float16, the stream that they are added to float32."""
+    results = results_of("wide")
     for settings in ({"tensor_parallel": 2}, {"adapters": {"max_adapters": 2, "max_lora_rank": 8}}):
         assembly = tmp_path / next(iter(settings)) / "assembly.json"
         export(results.architecture(NAME), "fp16", assembly, residual="float32", **settings)
@@ -194,7 +194,7 @@ def test_ranks_and_adapters_keep_the_stream_wide(made, tmp_path):
     with fake_gpu.installed("10.9.0") as gpu:
         gpu.devices = 2
         engines = build(ranks, "tensorrt", tmp_path / "engines.json", SIZES)
-        run_golden(made, "wide", tmp_path, "tensorrt", engines, ranks)
+        run_golden(results_of, "wide", tmp_path, "tensorrt", engines, ranks)
         gc.collect()
     assert not gpu.faults
     with pytest.raises(InputError, match="backend cuda: residual: expected none .* over ranks, found float32; use one"):
@@ -202,9 +202,9 @@ def test_ranks_and_adapters_keep_the_stream_wide(made, tmp_path):
 
 
 @pytest.mark.long
-def test_only_the_stream_is_wide(made):
+def test_only_the_stream_is_wide(results_of):
     """Weights, attention, keys and values stay float16; attention graphs are those of plain fp16."""
-    plain, wide = (Assembly.load(paths(made, kind)[0]) for kind in ("plain", "wide"))
+    plain, wide = (Assembly.load(paths(results_of, kind)[0]) for kind in ("plain", "wide"))
     assert (wide.dtype, wide.hidden_dtype, plain.hidden_dtype) == ("float16", "float32", "float16")
     assert wide.variants == plain.variants
     for name, graph in wide.classes.items():
@@ -241,8 +241,10 @@ def test_an_overflow_is_told_from_other_infinities():
     nodes = [helper.make_node("Add", ["a", "b"], ["c"]), helper.make_node("Mul", ["c", "c"], ["d"])]
     model = helper.make_model(helper.make_graph(nodes, "g", halves[:2], halves[3:]), ir_version=10)
     model.opset_import[0].version = 20
-    of = lambda *numbers: np.array(numbers, np.float16)
-    overflow = find_overflow(model, {"a": of(200, 1), "b": of(100, 1)})
-    assert (overflow.name, overflow.largest, overflow.is_product) == ("d", 90_000.0, False)
-    assert find_overflow(model, {"a": of(100, 1), "b": of(100, 1)}) is None
-    assert find_overflow(model, {"a": of(np.inf, 1), "b": of(100, 1)}) is None
+
+    def overflow(a: float):
+        return find_overflow(model, {"a": np.array([a, 1], np.float16), "b": np.array([100, 1], np.float16)})
+
+    beyond = overflow(200)
+    assert (beyond.name, beyond.largest, beyond.is_product) == ("d", 90_000.0, False)
+    assert overflow(100) is None and overflow(np.inf) is None

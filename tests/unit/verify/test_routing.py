@@ -78,8 +78,10 @@ def bf16_engines(root: Path, results: Results, backend: str, fault: Fault | None
     planted = root / "graphs" / assembly.name
     shutil.copytree(assembly.parent, planted.parent)
     content = read_json(planted)
-    phases = [variant[phase] for variant in content["kinds"].values() for phase in ("prefill", "decode")]
-    for entry in (*content["classes"].values(), *phases):
+    entries = [*content["classes"].values()]
+    for variant in content["kinds"].values():
+        entries += [variant["prefill"], variant["decode"]]
+    for entry in entries:
         path = planted.parent / entry["graph"]
         model = onnx.load(path)
         if fault is not None and with_choices(model)[1]:

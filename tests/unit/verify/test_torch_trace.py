@@ -1,5 +1,4 @@
-"""What is recorded of torch is what torch computes: checked against transformers' own cache, hidden states and a
-module's input."""
+"""The record of a torch model: compared with transformers' own cache, hidden states and a module's input."""
 
 import json
 

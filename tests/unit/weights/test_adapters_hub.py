@@ -47,14 +47,14 @@ class User:
         adapters = {"mine": {"source": str(ADAPTERS / "shakespeare")}, "theirs": {"source": source}}
         model = {"source": str(DEMO), "adapters": adapters, "golden": {"prompts": [{"text": "Hello"}]}}
         (self.folder / "config.json").write_text(json.dumps({"models": {"m": model}}))
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
         variables = {
             "HF_HOME": str(self.folder / "home"),
             "HF_ENDPOINT": self.hub.url,
             "PYTHONPATH": f"{ROOT}/src:{ROOT}/tests",
         }
         arguments = (command, "m/fp16", "config.json", "results")
-        return fork_server.run("stage_job", arguments, self.folder, {**kept, **variables, **environment}, 120)
+        return fork_server.run("stage_job", arguments, self.folder, {**inherited, **variables, **environment}, 120)
 
     def error(self, *arguments: str, **environment: str) -> str:
         result = self.run("fetch_adapters", *arguments, **environment)

@@ -3,6 +3,7 @@ is refused."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -87,11 +88,9 @@ def near_ties() -> np.ndarray:
     """fp32 numbers that lie on, just below and just above the middle between two neighbours of bf16 or of fp16."""
     numbers = np.random.default_rng(0)
     high = numbers.integers(0, 2**32, 200_000, np.uint32)
-    parts = [
-        (high & ~np.uint32(2**width - 1)) + np.uint32(2 ** (width - 1) + step)
-        for width in (16, 13)
-        for step in (-1, 0, 1)
-    ]
+    parts = []
+    for width, step in itertools.product((16, 13), (-1, 0, 1)):
+        parts.append((high & ~np.uint32(2**width - 1)) + np.uint32(2 ** (width - 1) + step))
     every = np.concatenate([high, *parts]).view(np.float32)
     return every[np.isfinite(every)]
 
