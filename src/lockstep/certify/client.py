@@ -138,7 +138,9 @@ class Endpoint:
         try:
             (choice,) = answer["choices"]
             text = choice["message"]["content"] if is_chat else choice["text"]
-            tokens = _tokens(choice.get("logprobs") or {}) or [Token(text or "", {})]
+            tokens = _tokens(choice.get("logprobs") or {})
+            if not tokens:
+                tokens = [Token((text or "").removeprefix(question.text), {})]  # echoed, though logprobs was ignored
         except (LookupError, TypeError, ValueError, AttributeError):
             raise InputError(
                 f"{self.url}: expected a completion of one choice, found {json.dumps(answer)[:160]}; is this an "

@@ -102,7 +102,8 @@ def test_a_chat_is_asked_as_a_chat(scripted: Scripted) -> None:
 
 
 def test_an_endpoint_without_log_probabilities_gives_its_text(scripted: Scripted) -> None:
-    assert ask(scripted, answer(text=" city", logprobs=None)).token == Token(" city", {})
+    for echoed in ("", QUESTION.text):
+        assert ask(scripted, answer(text=f"{echoed} city", logprobs=None)).token == Token(" city", {})
 
 
 def test_a_busy_endpoint_is_asked_again(scripted: Scripted) -> None:
