@@ -34,7 +34,6 @@ from benchmarks.__main__ import bench
 from benchmarks.cold import function_named
 from benchmarks.measure import THREADS_VARIABLE, thread_count
 from click.testing import CliRunner, Result
-from test_bench import TINY
 
 import fake_gpu
 import lockstep
@@ -46,7 +45,11 @@ from some import some
 
 # Started by the default run elsewhere.
 ELSEWHERE = {"soak": test_soak.test_a_short_run_finds_nothing_and_asks_everything}
-SHAPE = {**TINY, "max_position_embeddings": 2048, "eos_token_id": 2}
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float32", "hidden_size": 64,
+    "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 256, "max_position_embeddings": 2048, "eos_token_id": 2,
+}  # fmt: skip
 ONE_ROUND = ("--rounds", 1)
 
 
