@@ -12,7 +12,6 @@ import os
 import re
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -422,7 +421,7 @@ def test_a_bundle_is_served_with_its_weights_in_the_archive(demo: Results, tree:
     target = Target("demo-llama", "fp16", "all", "onnxruntime")
     prompt = GOLDEN.prompts[0]
     bundle = pack(recorded(demo, tmp_path / "recorded"), target, LIMITS, tmp_path / "demo.tar", True)
-    options = ("--python", sys.executable, "--served-model-name", "other")
+    options = ("--served-model-name", "other")
     with RealServer(tree, *options, target=str(bundle)) as server:
         assert server.complete(prompt.text, model="other")["choices"][0]["text"] == prompt.expected["all"]
         os.kill(server.engine_pid, signal.SIGKILL)  # the next one finds its files too
