@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from lockstep import processes
 from lockstep.cli.options import AT_LEAST_1, FILE, JSON, PATH
 from lockstep.cli.terminal import echo_json
 from lockstep.errors import InputError
@@ -111,7 +112,7 @@ def _run_workflow(checkpoint: str) -> Path:
     (folder / config).unlink(missing_ok=True)
     path = Path("results", name, "hypotheses", "all.json")
     for command in (["init", checkpoint, "--out", config], ["run", config, str(path)]):
-        process = subprocess.run(
+        process = processes.run(
             [sys.executable, "-P", "-m", "lockstep", *command], cwd=folder, stdout=subprocess.DEVNULL
         )
         if process.returncode:
