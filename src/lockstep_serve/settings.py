@@ -22,9 +22,10 @@ class EngineOptions:
     where no adapter can be loaded later. layers: a layer count, or "all". limits: max_batch_size, max_seq_len,
     max_num_tokens, max_input_len. loaded: name, folder and SHA-256 of each adapter that an earlier engine process had
     loaded. threads: of the CPU. kv_bytes: of the KV cache, or a fraction below 1 of the free memory. chunk_size,
-    long_prefill_token_threshold: in tokens. grammar_seconds: that a grammar may take to compile. speculative: the
-    fields of `Speculative`, None for no drafts. log_level: see `start_log`. others: further checkpoints, by the
-    names of their models. max_bound: checkpoints that are in memory at a time. None elsewhere: the default.
+    long_prefill_token_threshold: in tokens. grammar_seconds: of CPU time that a grammar may take to compile.
+    speculative: the fields of `Speculative`, None for no drafts. log_level: see `start_log`. others: further
+    checkpoints, by the names of their models. max_bound: checkpoints that are in memory at a time. None elsewhere: the
+    default.
     """
 
     engines: str

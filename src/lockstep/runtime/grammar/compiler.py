@@ -37,8 +37,8 @@ class _Job:
 class Compiler:
     """Compiles grammars for one tokenizer.
 
-    Threads and processes begin with the first; several grammars that are slow on purpose hold other grammars up by at
-    most their time limits, and no other request.
+    Threads and processes begin with the first; several grammars that are slow on purpose hold other grammars up, at
+    most until they have used their CPU time, and no other request.
 
     The first grammar also loads the tokenizer, in which llguidance lets no other thread run: 0.15 s for 32,000 tokens,
     0.6 s for 128,000.
@@ -49,7 +49,7 @@ class Compiler:
     ):
         """Make a compiler; no thread runs yet.
 
-        assembly_json: names the tokenizer. seconds: that a grammar may take to compile.
+        assembly_json: names the tokenizer. seconds: of CPU time that a grammar may take to compile.
         """
         self._assembly = assembly_json
         self._seconds = seconds

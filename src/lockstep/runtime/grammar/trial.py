@@ -93,11 +93,11 @@ class TrialProcess:
             self.close()
             if ended_by == signal.SIGPROF:
                 raise Refusal(
-                    f"a grammar that compiles within {request['seconds']:g} s, found that it did not; simplify it"
+                    f"a grammar that compiles within {request['seconds']:g} s of CPU time, found one that did not; "
+                    "simplify it"
                 ) from None
             raise Refusal(
-                "a grammar that compiles, found one that nests too deep, or needs more memory or time than it may; "
-                "simplify it"
+                "a grammar that compiles, found one that nests too deep, or needs more memory than it may; simplify it"
             ) from None
         reply = json.loads(answer)
         if reply["error"]:
