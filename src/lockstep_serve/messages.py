@@ -76,15 +76,15 @@ def template_messages(value: Any) -> list[dict[str, Any]]:
         if role == "tool" and not _has_call(message, messages):
             log_once("a tool's result without its call, as in a trimmed chat, is passed to the chat template unchanged")
         turn = {name: entry for name, entry in message.items() if entry is not None}
-        # OpenAI's newer name for it, which templates do not know.
+        # OpenAI's newer name for the system's role, which templates do not know.
         if role == "developer":
             turn["role"] = "system"
         if "tool_calls" in turn:
             turn["tool_calls"] = _tool_calls(turn["tool_calls"], f"{where}.tool_calls")
         if turn.get("tool_calls") and not turn.get("content"):
             reasoning = turn.get("reasoning_content") or turn.get("reasoning")
-            # The name in GPT-OSS's template.
             if reasoning:
+                # The name in GPT-OSS's template.
                 turn["thinking"] = reasoning
         if "content" in turn or not turn.get("tool_calls"):
             turn["content"] = _content(turn.get("content"), f"{where}.content")

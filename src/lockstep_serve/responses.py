@@ -110,8 +110,8 @@ def _warning(body: ResponsesBody) -> dict[str, str]:
     kinds = sorted({ascii(tool.get("type"))[:60] for tool in body.tools or () if tool.get("type") != "function"})
     if not kinds:
         return {}
-    # 512 characters are OpenAI's limit for a value of metadata.
     log_once("tools that are not functions, such as those of Codex CLI, are not shown to the model")
+    # 512 characters are OpenAI's limit for a value of metadata.
     return {"warning": f"tools of these types are left out, for this server runs none: {', '.join(kinds)}"[:512]}
 
 

@@ -16,7 +16,7 @@ def main() -> None:
     _open_closed_streams()
     with guard():
         from lockstep.cli.main import main as command
-    # Outside the guard, as `GuardedGroup` has one. Without the name click says "__main__.py" for `python -m lockstep`.
+    # Outside the guard, as `GuardedGroup` has one. Named, so that usage lines of `python -m lockstep` say "lockstep".
     command(prog_name="lockstep")
 
 

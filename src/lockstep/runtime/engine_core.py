@@ -447,7 +447,8 @@ class EngineCore:
             chooses = start + count >= scheduled.num_prompt_tokens
             masks = None
             if not choice.needs_logits(self._device_processes):
-                # Needed at the end of the prompt, but a change then would disturb a step launched speculatively.
+                # Parameters are needed at the end of the prompt, but changing them then would disturb a step launched
+                # speculatively.
                 if takes_samplings_early or chooses:
                     self._set_sampling(choice)
                 if chooses and self._device_processes and not choice.replayed:
@@ -460,7 +461,8 @@ class EngineCore:
     def _set_sampling(self, choice: ActiveChoice) -> None:
         slot = choice.scheduled.slot
         if choice.sampling_slot != slot:
-            if choice.request.sampling.temperature or choice.sampling_needs_logits:  # others are greedy, as a new slot
+            # Without either the request is greedy, as a slot is that was released.
+            if choice.request.sampling.temperature or choice.sampling_needs_logits:
                 self._model.set_sampling(slot, choice.sampler)
             choice.sampling_slot = slot
 

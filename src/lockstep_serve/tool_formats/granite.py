@@ -11,7 +11,7 @@ _END = "<|/tool_call|>"
 def _read(source: Source) -> Reading[None]:
     yield from source.expect(_BEGIN)
     yield from source.call_list()
-    # Granite has none.
+    # Phi 4's; Granite has no end mark.
     yield from source.follows(_END)
 
 
