@@ -190,6 +190,7 @@ def test_no_value_grows_with_tokens_times_weights():
     grouped = run_passes(mixture(), GroupExperts())
     assert expert_slot("up", EXPERTS - 1) in {value.name for value in grouped.graph.input}
     inferred = onnx.shape_inference.infer_shapes(grouped, strict_mode=True, data_prop=True).graph
+    assert inferred.value_info
     for value in inferred.value_info:
         known_sizes = [dim.dim_value for dim in value.type.tensor_type.shape.dim if dim.dim_value]
         assert math.prod(known_sizes) <= TAKEN * WIDTH, value.name
