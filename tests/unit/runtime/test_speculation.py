@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -152,7 +153,7 @@ def test_drafts_that_are_wrong_become_rare(model: Model) -> None:
     assert 3 < speculation.num_drafts < 14 and speculation.num_draft_tokens < 18
 
 
-def test_drafts_delay_no_prompt_and_leave_room_for_each_request(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_delay_no_prompt_and_leave_room_for_each_request(model: Model) -> None:
     requests = [Request(repeating(seed), 30) for seed in range(4)]
     speculation = Speculation(recorded(run(Engine(model), *requests), 10**9), 16)
     engine = Engine(model, speculation=speculation)
@@ -163,13 +164,13 @@ def test_drafts_delay_no_prompt_and_leave_room_for_each_request(model: Model, mo
         sizes.append([len(advance.tokens) for advance in advances])
         return step(advances)
 
-    monkeypatch.setattr(model, "step_tokens", noted)
-    engine.add_all(requests[:2])
-    engine.step()
-    engine.step()
-    engine.add_all(requests[2:])
-    while engine.has_work:
+    with mock.patch.object(model, "step_tokens", noted):  # deletes it at the end: other tests have this model
+        engine.add_all(requests[:2])
         engine.step()
+        engine.step()
+        engine.add_all(requests[2:])
+        while engine.has_work:
+            engine.step()
     assert sizes[1:4] == [[5, 5], [1, 1, 40, 40], [3, 3, 3, 3]]
 
 
