@@ -115,8 +115,8 @@ class Results:
             return self.quantized_reference(model, precision, layers)
         return self.reference(model, layers)
 
-    def drift(self, model: str, precision: str, layers: int | str) -> Path:
-        return self.reference_of(model, precision, layers).with_name(f"{layers}.drift.json")
+    def quantization_error(self, model: str, precision: str, layers: int | str) -> Path:
+        return self.reference_of(model, precision, layers).with_name(f"{layers}.quantization_error.json")
 
     def target_page(self, target: Target) -> Path:
         return self.target_pages() / (f"{target}".replace("/", "-") + ".html")

@@ -11,9 +11,9 @@ import pytest
 from reports import blocks, golden, golden_prompt, speed, validation
 
 from browser import Browser, find
-from lockstep.artifacts.drift import Drift
 from lockstep.artifacts.engines import EngineFile, EngineSetManifest
 from lockstep.artifacts.files import write_json
+from lockstep.artifacts.quantization_error import QuantizationError
 from lockstep.artifacts.reports import FAIL, GoldenPrompt, Report, TokenDifference
 from lockstep.artifacts.statement import BuildKey, Statement, statement_path
 from lockstep.manifests.manifest_files import failed_path
@@ -73,8 +73,8 @@ def _fill(results: Results, target: Target, fails: bool) -> None:
     EngineSetManifest(target.backend, "1.31", target.precision, device, {"opset": None}, built, 1).save(engines)
     (engines.parent / "middle.bin").write_bytes(bytes(81200))
     if target.precision == "w4a16":
-        drift = Drift(target.layers, "w4a16", 32, 0.5, 1.7, 0.19, 2.5, 58, 1, 900, 3.801, 3.536)
-        drift.save(results.drift(*names[:3]))
+        error = QuantizationError(target.layers, "w4a16", 32, 0.5, 1.7, 0.19, 2.5, 58, 1, 900, 3.801, 3.536)
+        error.save(results.quantization_error(*names[:3]))
     _stated(results.validation(*names[:3]), validation(target, blocks(2e-3, 5e-3, 1e-3, 4e-3, noise=9e-3)))
     if target.backend == "cuda":
         return

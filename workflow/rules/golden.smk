@@ -19,7 +19,7 @@ rule reference:
         runtime=minutes(60, 20),
     params:
         golden=of_config("golden"),
-        drift_text=of_config("drift_text"),
+        perplexity_text=of_config("perplexity_text"),
         stage=stage_of("reference"),
     script:
         SCRIPTS["stage"]
@@ -32,7 +32,7 @@ rule quantized_reference:
     output:
         manifest="<results>/{model}/{precision}/reference/{layers}.json",
         logits="<results>/{model}/{precision}/reference/{layers}.safetensors",
-        drift="<results>/{model}/{precision}/reference/{layers}.drift.json",
+        quantization_error="<results>/{model}/{precision}/reference/{layers}.quantization_error.json",
     log:
         "<results>/logs/quantized_reference/{model}/{precision}/{layers}.log",
     benchmark:
@@ -45,7 +45,7 @@ rule quantized_reference:
         runtime=minutes(60, 30),
     params:
         golden=of_config("golden"),
-        drift_text=of_config("drift_text"),
+        perplexity_text=of_config("perplexity_text"),
         stage=stage_of("quantized_reference"),
     script:
         SCRIPTS["stage"]

@@ -46,8 +46,8 @@ class LongPrompt:
 class ReferenceManifest(Document):
     """The answers of a model's first `layers` layers (or "all").
 
-    long: None where there is no long prompt. drift: the quantization error of rounded weights or a rounded KV cache
-    (`artifacts.drift`). adapters: {name: `Adapter.sha256`} of the adapters that prompts name.
+    long: None where there is no long prompt. quantization_error: of rounded weights or a rounded KV cache
+    (`artifacts.quantization_error`). adapters: {name: `Adapter.sha256`} of the adapters that prompts name.
     """
 
     FORMAT: ClassVar[str] = formats.REFERENCE
@@ -57,5 +57,5 @@ class ReferenceManifest(Document):
     logits: FileEntry
     prompts: tuple[ReferencePrompt, ...]
     long: LongPrompt | None
-    drift: FileEntry | None = None
+    quantization_error: FileEntry | None = None
     adapters: Mapping[str, str] = field(default_factory=dict)

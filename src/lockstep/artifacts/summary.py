@@ -22,8 +22,8 @@ class SummaryRow:
     quality: of the config's bound on the quantization error; None where it has none. logit_noise: the error of a logit
     that the precision itself costs.
 
-    drift: the quantization error, in words. drift_logit_error: rms, in units of the logits. drift_tokens_differing: of
-    the likeliest tokens of the golden answers. drift_perplexity: relative to the checkpoint's, less 1.
+    quantization_error: in words. quantization_logit_error: rms, in units of the logits. quantization_tokens_differing:
+    of the likeliest tokens of the golden answers. quantization_perplexity: relative to the checkpoint's, less 1.
     max_logprob_error: of the server's, compared with those of a second sampler; None where none were requested.
     """
 
@@ -49,18 +49,18 @@ class SummaryRow:
     decode_tokens_per_s: float | None
     adapters: str | None = None
     quality: str | None = None
-    drift: str | None = None
-    drift_logit_error: float | None = None
-    drift_tokens_differing: int | None = None
-    drift_perplexity: float | None = None
+    quantization_error: str | None = None
+    quantization_logit_error: float | None = None
+    quantization_tokens_differing: int | None = None
+    quantization_perplexity: float | None = None
     max_logprob_error: float | None = None
 
     @property
     def quality_in_words(self) -> str | None:
         """Return the cost of quantization, which no check of engines shows: they are compared with rounded weights."""
-        if self.drift_perplexity is None:
+        if self.quantization_perplexity is None:
             return None
-        return f"perplexity {self.drift_perplexity:+.1%}{', too high' * (self.quality == FAIL)}"
+        return f"perplexity {self.quantization_perplexity:+.1%}{', too high' * (self.quality == FAIL)}"
 
     @property
     def target(self) -> Target:

@@ -125,7 +125,7 @@ class Golden(Section):
         description="The golden prompts. They are run in one batch, alone, and in chunks "
         "among other requests; take different lengths.",
     )
-    drift_text: str = Field(
+    perplexity_text: str = Field(
         default="",
         description="A text on which the perplexity of quantised weights is compared with that of the checkpoint. "
         "Empty: the prompts, one after another.",

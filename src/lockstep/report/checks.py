@@ -220,8 +220,8 @@ COLUMNS = (
     Column("verdict", "result"),
     *(column for column in FIGURES if column.heading),
     Column("quality_in_words", "quality", rank=1),
-    Column("drift_logit_error", "quantization error", ".1e", rank=4),
-    Column("drift_tokens_differing", "tokens differing", "d", rank=5),
+    Column("quantization_logit_error", "quantization error", ".1e", rank=4),
+    Column("quantization_tokens_differing", "tokens differing", "d", rank=5),
     Column("prefill_tokens_per_s", "prefill tokens/s", ".0f", rank=3),
     Column("decode_tokens_per_s", "decode tokens/s", ".0f"),
 )

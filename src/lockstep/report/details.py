@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.artifacts.drift import Drift
 from lockstep.artifacts.engines import EngineSetManifest
+from lockstep.artifacts.quantization_error import QuantizationError
 from lockstep.artifacts.reports import GoldenReport, SpeedReport
 from lockstep.artifacts.summary import Reproduction
 from lockstep.artifacts.weights import WeightsManifest
@@ -23,7 +23,7 @@ class Details:
     """The results of a target.
 
     checks: {name: result} of those that ran or should have. digest: of the engines that were checked, or else of those
-    built. engines, speed, reproduction: None if missing, or of other engines. drift: the quantization error.
+    built. engines, speed, reproduction: None if missing, or of other engines.
     weights_bytes, engine_bytes: of all layers.
     """
 
@@ -32,7 +32,7 @@ class Details:
     engines: EngineSetManifest | None
     speed: SpeedReport | None
     reproduction: Reproduction | None
-    drift: Drift | None
+    quantization_error: QuantizationError | None
     weights_bytes: int | None
     engine_bytes: int | None
 
@@ -75,7 +75,7 @@ def read_details(
         engines=engines,
         speed=speed,
         reproduction=reproduction,
-        drift=loaded(Drift.load, results.drift(*names[:3])),
+        quantization_error=loaded(QuantizationError.load, results.quantization_error(*names[:3])),
         weights_bytes=weights_bytes,
         engine_bytes=_engine_bytes(engines_json, engines),
     )

@@ -213,5 +213,5 @@ def _files(results: Results, name: Target) -> list[tuple[str, Path]]:
         ("statement of the engines", statement_path(engines)),
         ("reproduction", results.reproduction(*names)),
         ("reference", results.reference_of(*names[:3])),
-        ("quantization error", results.drift(*names[:3])),
+        ("quantization error", results.quantization_error(*names[:3])),
     ]

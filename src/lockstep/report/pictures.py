@@ -90,8 +90,8 @@ def _error_from_checkpoint(details: Details) -> float | None:
 
     Of quantized weights the quantization error, which is far larger than the engines' error.
     """
-    if details.drift:
-        return details.drift.max_logit_error
+    if details.quantization_error:
+        return details.quantization_error.max_logit_error
     return getattr(details.checks["golden"].report, "max_logit_error", None)
 
 

@@ -156,7 +156,7 @@ def print_verdict(summary: Summary) -> None:
 def _row(target: Target, details: Details) -> SummaryRow:
     engines = details.engines
     speed = details.speed
-    drift = details.drift
+    error = details.quantization_error
     device = getattr(engines, "device", {})
     reasons = [_reason(name, check) for name, check in details.checks.items() if check.result != PASS]
     return SummaryRow(
@@ -172,10 +172,10 @@ def _row(target: Target, details: Details) -> SummaryRow:
         reason="; ".join(reasons) or None,
         prefill_tokens_per_s=getattr(speed, "prefill_tokens_per_s", None),
         decode_tokens_per_s=getattr(speed, "decode_tokens_per_s", None),
-        drift=drift.words() if drift else None,
-        drift_logit_error=getattr(drift, "rms_logit_error", None),
-        drift_tokens_differing=getattr(drift, "tokens_differing", None),
-        drift_perplexity=getattr(drift, "perplexity_change", None),
+        quantization_error=error.words() if error else None,
+        quantization_logit_error=getattr(error, "rms_logit_error", None),
+        quantization_tokens_differing=getattr(error, "tokens_differing", None),
+        quantization_perplexity=getattr(error, "perplexity_change", None),
         **_check_values(details),
     )
 

@@ -88,11 +88,11 @@ def _why_not_taken(row: SummaryRow) -> str:
         return "which fails" if row.verdict == FAIL else "whose checks have not all run"
     if not is_quantized(row.precision) or row.quality == PASS:
         return ""
-    if row.drift_perplexity is None:
+    if row.quantization_perplexity is None:
         return "whose perplexity was not measured"
-    if row.drift_perplexity <= _MAX_PERPLEXITY:
+    if row.quantization_perplexity <= _MAX_PERPLEXITY:
         return ""
-    return f"whose perplexity is {row.drift_perplexity:+.1%} (at most {_MAX_PERPLEXITY:+.0%})"
+    return f"whose perplexity is {row.quantization_perplexity:+.1%} (at most {_MAX_PERPLEXITY:+.0%})"
 
 
 def _runnable_clause(verdicts: Counter[str], some_cannot_run: bool) -> str:

@@ -128,10 +128,10 @@ def adapted_golden(config: Config, model: str) -> Value:
     return terms
 
 
-def drift_text(config: Config, model: str, precision: str | None = None) -> Value:
+def perplexity_text(config: Config, model: str, precision: str | None = None) -> Value:
     """Return the text whose perplexity is measured, where weights or the cache are quantised."""
     settings = config.models[model]
-    return _value_if(bool(precision or settings.kv_cache_dtype), settings.golden.drift_text)
+    return _value_if(bool(precision or settings.kv_cache_dtype), settings.golden.perplexity_text)
 
 
 def max_perplexity_change(config: Config, model: str) -> Value:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.artifacts.drift import Drift
+from lockstep.artifacts.quantization_error import QuantizationError
 from lockstep.artifacts.reports import PASS, QualityReport
 from lockstep.stages.stage import Job, Stage
 from lockstep.verify.metrics import finish
@@ -12,8 +12,9 @@ class Quality(Stage):
     is_check = is_judged = True
 
     def run(self, job: Job) -> None:
-        drift = Drift.load(job.inputs["reference"].with_name(f"{job.names['layers']}.drift.json"))
-        change = drift.perplexity_change
+        name = f"{job.names['layers']}.quantization_error.json"
+        error = QuantizationError.load(job.inputs["reference"].with_name(name))
+        change = error.perplexity_change
         bound = job.options["max_perplexity_change"]
         failure = None
         # "not <=", so that a NaN fails too.

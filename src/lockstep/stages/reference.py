@@ -32,5 +32,5 @@ def make_reference(job: Job) -> None:
         job.output,
         job.inputs.get("weights"),
         job.inputs.get("adapters"),
-        job.options.get("drift_text", ""),
+        job.options.get("perplexity_text", ""),
     )

@@ -21,7 +21,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import lockstep
 from lockstep import Advance, Model, ModelOptions, Results
-from lockstep.artifacts.drift import Drift
+from lockstep.artifacts.quantization_error import QuantizationError
 from lockstep.targets import Target
 from lockstep.verify.golden.reference import make_reference
 from lockstep.verify.golden.terms import GoldenTerms
@@ -114,7 +114,7 @@ def test_the_gates_hold_engines_to_the_checkpoint(checkpoint, tmp_path, backend)
     reference = results.quantized_reference("m", "w4a16", "all")
     terms = GoldenTerms(8, ("The cat",), 40)
     make_reference(results.checkpoint("m"), "all", terms, reference, results.weights("m", "w4a16"))
-    assert Drift.load(results.drift("m", "w4a16", "all")).max_weight_error == 0
+    assert QuantizationError.load(results.quantization_error("m", "w4a16", "all")).max_weight_error == 0
     target = Target("m", "w4a16", "all", backend)
     run_validate(results, target, of_graphs, 40, tmp_path)
     assert run_golden(results, target, tolerance, replace(LIMITS, max_seq_len=48), tmp_path)["result"] == "pass"

@@ -35,9 +35,9 @@ from safetensors.numpy import load_file
 
 from lockstep import make_random_checkpoint
 from lockstep.artifacts.assembly import Assembly
-from lockstep.artifacts.drift import Drift
 from lockstep.artifacts.dtypes import ROW, named_dtype
 from lockstep.artifacts.files import read_json, sha256_file, write_json
+from lockstep.artifacts.quantization_error import QuantizationError
 from lockstep.artifacts.quantized import QuantizedTensors, scales_name
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
 from lockstep.backends.onnxruntime.row_bits import rows_keep_their_bits
@@ -68,14 +68,14 @@ def test_the_demo_says_what_its_dequantised_weights_say(shared, tmp_path, precis
     validated(results, precision, layers, tmp_path)
     report = check(results, precision, layers, LIMITS, tmp_path)
     assert report["result"] == "pass" and report["max_logit_error"] < report["tolerance"]
-    drift = Drift.load(results.drift("model", precision, layers))
-    assert drift.precision == precision and drift.tokens > 20
-    assert drift.group_size == (GROUP if precision != "w8a8-fp8" else ROW)
+    error = QuantizationError.load(results.quantization_error("model", precision, layers))
+    assert error.precision == precision and error.tokens > 20
+    assert error.group_size == (GROUP if precision != "w8a8-fp8" else ROW)
     # 8 bits: 0.01 of logits of 2.7 is seen; e4m3: 0.15; 4 bits: 0.2.
     weights_of_8 = precision.startswith("w8")
-    assert 0 < drift.rms_logit_error < {"w8a8-fp8": 0.3}.get(precision, 0.05 if weights_of_8 else 0.6)
-    assert drift.perplexity / drift.full_perplexity < (1.02 if weights_of_8 else 1.2)
-    assert f"{drift.tokens_differing} of {drift.tokens} tokens differ" in drift.words()
+    assert 0 < error.rms_logit_error < {"w8a8-fp8": 0.3}.get(precision, 0.05 if weights_of_8 else 0.6)
+    assert error.perplexity / error.full_perplexity < (1.02 if weights_of_8 else 1.2)
+    assert f"{error.tokens_differing} of {error.tokens} tokens differ" in error.words()
 
 
 def test_low_memory_has_the_layers_weights_once(shared):

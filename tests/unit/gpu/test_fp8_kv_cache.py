@@ -21,8 +21,8 @@ from quantized_models import demo as quantized_demo
 import fake_gpu
 import fp8_pages
 from lockstep.artifacts.assembly import Assembly
-from lockstep.artifacts.drift import Drift
 from lockstep.artifacts.files import read_json
+from lockstep.artifacts.quantization_error import QuantizationError
 from lockstep.artifacts.reference import ReferenceManifest
 from lockstep.backends.builder import build
 from lockstep.config import load
@@ -195,23 +195,23 @@ def test_engines_say_what_the_rounded_cache_says(results, gpu, tmp_path):
     report = checked(results, "fp16", tmp_path)
     assert report["result"] == "pass"
     reference = ReferenceManifest.load(results.reference("model", 2))
-    drift = Drift.load(results.drift("model", "fp16", 2))
-    assert reference.drift is not None and drift.kv_cache_dtype == "fp8"
+    error = QuantizationError.load(results.quantization_error("model", "fp16", 2))
+    assert reference.quantization_error is not None and error.kv_cache_dtype == "fp8"
     assert report["max_logit_error"] < report["tolerance"]
-    assert drift.words().startswith("KV cache in fp8: logits off by")
-    assert 0 < drift.rms_logit_error < 0.3 and drift.perplexity != drift.full_perplexity
+    assert error.words().startswith("KV cache in fp8: logits off by")
+    assert 0 < error.rms_logit_error < 0.3 and error.perplexity != error.full_perplexity
 
 
 @pytest.mark.long
 def test_quantised_weights_beside_a_rounded_cache(shared, gpu, tmp_path):
-    """w8a8-fp8; the drift is of both."""
+    """w8a8-fp8; the quantization error is of both."""
     results = Results(tmp_path / "results")
     shutil.copytree(quantized_demo(shared, "w8a8-fp8").root, results.root)
     with_fp8_cache(results, "w8a8-fp8")
     make_reference(results.checkpoint("model"), 2, TERMS, results.reference("model", 2))
     refer(results, "w8a8-fp8", 2, TERMS)
     assert checked(results, "w8a8-fp8", tmp_path)["result"] == "pass"
-    assert Drift.load(results.drift("model", "w8a8-fp8", 2)).kv_cache_dtype == "fp8"
+    assert QuantizationError.load(results.quantization_error("model", "w8a8-fp8", 2)).kv_cache_dtype == "fp8"
 
 
 def test_a_page_takes_half_the_memory_and_is_moved_whole(results, gpu):

@@ -356,7 +356,7 @@ def test_engines_of_a_backend_that_is_not_portable_have_a_place_for_each_device(
     ("golden.prompts.003", "Dark", lock.ABSENT, True), ("golden.prompts.003", lock.ABSENT, "Dark", False),
     ("golden.prompts.003", "Dark", "Light", False), ("expected.000", "a text", None, True),
     ("expected.000", None, "a text", False), ("expected.000", "a text", "another", False),
-    ("drift_text", "It", "", True), ("seed", 7, 3, False),
+    ("perplexity_text", "It", "", True), ("seed", 7, 3, False),
 ])  # fmt: skip
 def test_a_check_is_looser_where_it_lets_pass_what_did_not(where: str, before, after, expected: bool) -> None:
     assert is_looser(tuple(where.split(".")), before, after) is expected

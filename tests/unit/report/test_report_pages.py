@@ -168,7 +168,9 @@ def test_the_fastest_target_whose_quality_passes_is_to_be_served(tmp_path: Path)
     *_, serve, faster = advice(Summary(tuple(candidates), {}))
     assert serve == "Serve: lockstep serve m/fp32/all/onnxruntime"
     assert faster.endswith("m/w4a16/all/onnxruntime, 2.00 times, whose perplexity was not measured")
-    candidates[2:] = [replace(row, drift_perplexity=change) for row, change in zip(candidates[2:], (-0.005, 0.515))]
+    candidates[2:] = [
+        replace(row, quantization_perplexity=change) for row, change in zip(candidates[2:], (-0.005, 0.515))
+    ]
     meaning, serve, faster = advice(Summary(tuple(candidates), {}))
     assert "compute what their weights say" in meaning and serve.endswith("m/w8a16/all/onnxruntime")
     assert "1.33 times, whose perplexity is +51.5 % (at most +1 %)".replace(" %", "%") in faster

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from reports import blocks, comparison, golden, golden_prompt, served, speed, validation
 
-from lockstep.artifacts.drift import Drift
 from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import write_json
+from lockstep.artifacts.quantization_error import QuantizationError
 from lockstep.artifacts.reports import QualityReport, Report, TokenDifference
 from lockstep.artifacts.statement import BuildKey, Statement, statement_path
 from lockstep.artifacts.summary import Reproduction, Summary
@@ -78,7 +78,9 @@ def test_the_table_has_whole_words_on_any_terminal(
 
 
 def quantized(results: Results, model: str) -> Target:
-    Drift(2, "w4a16", 32, 0.5, 1.5, 0.25, 2.5, 40, 3, 90, 5.5, 5.0).save(results.drift(model, "w4a16", 2))
+    QuantizationError(2, "w4a16", 32, 0.5, 1.5, 0.25, 2.5, 40, 3, 90, 5.5, 5.0).save(
+        results.quantization_error(model, "w4a16", 2)
+    )
     return Target(model, "w4a16", 2, "onnxruntime")
 
 

@@ -24,7 +24,7 @@ from safetensors.torch import load_file as load_torch
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from lockstep.artifacts.checkpoint import CheckpointManifest
-from lockstep.artifacts.drift import Drift
+from lockstep.artifacts.quantization_error import QuantizationError
 from lockstep.artifacts.quantized import data_name
 from lockstep.backends.builder import build
 from lockstep.checkpoint import resolve
@@ -117,7 +117,9 @@ def test_engines_say_what_the_numbers_say(shared, tmp_path, layout, precision):
     make_reference(results.checkpoint("model"), 2, ASKED, results.reference("model", 2))
     if precision != "fp32":
         refer(results, precision, 2, ASKED)
-        assert 0 < Drift.load(results.drift("model", precision, 2)).max_weight_error < 1.001  # quantised again
+        assert (
+            0 < QuantizationError.load(results.quantization_error("model", precision, 2)).max_weight_error < 1.001
+        )  # quantised again
     target = Target("model", precision, 2, "onnxruntime")
     of_graphs, tolerance = (CONFIG.tolerance("demo-llama", precision, backend) for backend in (None, "onnxruntime"))
     run_validate(results, target, of_graphs, 96, tmp_path)

@@ -36,8 +36,8 @@ from safetensors.numpy import load_file, save_file
 from lockstep import make_random_checkpoint
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.checkpoint import CheckpointManifest
-from lockstep.artifacts.drift import Drift
 from lockstep.artifacts.files import sha256_file, write_json
+from lockstep.artifacts.quantization_error import QuantizationError
 from lockstep.artifacts.quantized import QuantizedTensors, data_name, order_name, zero_points_name
 from lockstep.backends.builder import build
 from lockstep.checkpoint import resolve
@@ -201,10 +201,10 @@ def test_engines_say_what_the_checkpoint_says(shared, tmp_path, layout):
     refer(results, precision, 2, ASKED)
     validated(results, precision, 2, tmp_path)
     assert check(results, precision, 2, LIMITS, tmp_path)["result"] == "pass"
-    drift = Drift.load(results.drift("model", precision, 2))
+    error = QuantizationError.load(results.quantization_error("model", precision, 2))
     # The same weights: nothing has moved but sums in another order, with and without a cache.
-    assert drift.max_weight_error == 0 and drift.tokens_differing == 0 and drift.max_logit_error < 1e-4
-    assert abs(drift.perplexity / drift.full_perplexity - 1) < 1e-6
+    assert error.max_weight_error == 0 and error.tokens_differing == 0 and error.max_logit_error < 1e-4
+    assert abs(error.perplexity / error.full_perplexity - 1) < 1e-6
 
 
 @pytest.mark.long

@@ -28,9 +28,9 @@ from safetensors.numpy import save
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.artifacts.checkpoint import RESOLVE_AGAIN, CheckpointManifest
-from lockstep.artifacts.drift import Drift
 from lockstep.artifacts.files import sha256_file, write_bytes
 from lockstep.artifacts.places import FileEntry
+from lockstep.artifacts.quantization_error import QuantizationError
 from lockstep.artifacts.reference import LongPrompt, ReferenceManifest, ReferencePrompt
 from lockstep.checkpoint.stops import stop_ids
 from lockstep.errors import InputError
@@ -72,14 +72,14 @@ def make_reference(
     out: Path,
     weights_json: Path | None = None,
     adapters_json: Path | None = None,
-    drift_text: str = "",
+    perplexity_text: str = "",
 ) -> Path:
     """Write the reference of a model to `out`, and its logits; return `out`. Same inputs, same bytes.
 
     layers: how many of the model's first ones, or "all". weights_json: quantised weights of the checkpoint, dequantised
     to compute with. adapters_json: those that `golden` names. Of quantised weights or a rounded KV cache the
-    quantization error is measured too, without adapters; drift_text: whose perplexity it has, empty for the prompts,
-    one after another.
+    quantization error is measured too, without adapters; perplexity_text: whose perplexity it has, empty for the
+    prompts, one after another.
 
     Raises CheckError for a weight that is off the checkpoint's by more than its rounding, InputError for inputs that do
     not fit together, and for an adapter of modules that the model does not have.
@@ -87,7 +87,7 @@ def make_reference(
     checkpoint_json = Path(checkpoint_json)
     out = Path(out)
     logits_file = out.with_suffix(".safetensors")
-    drift_file = out.with_suffix(".drift.json")
+    error_file = out.with_suffix(".quantization_error.json")
     stale_files(out, (logits_file.name,))
     manifest = CheckpointManifest.load(checkpoint_json)
     folder = manifest.folder_of(checkpoint_json)
@@ -98,9 +98,9 @@ def make_reference(
         weights = Weights.open(weights_json)
     adapters = open_adapters(adapters_json) if adapters_json else {}
     # Not with adapters: the reference without them has measured it.
-    has_drift = (weights is not None or golden.kv_cache_dtype is not None) and not golden.adapted
+    has_quantization_error = (weights is not None or golden.kv_cache_dtype is not None) and not golden.adapted
     max_weight_error = 0.0
-    if weights and has_drift:
+    if weights and has_quantization_error:
         max_weight_error = weights_error(open_source(checkpoint_json), weights)
     if weights:
         model = load_dequantized(config, weights, layers)
@@ -109,9 +109,9 @@ def make_reference(
     tokenizer = load_tokenizer(folder)
     hook = round_kv_cache(model) if golden.kv_cache_dtype else None
     reference = answer(model, tokenizer, folder, config, golden, adapters, layers)
-    if has_drift:
+    if has_quantization_error:
         rows = cast(torch.Tensor, model.get_input_embeddings().weight).shape[0]
-        text = tokens_of(tokenizer, drift_text or " ".join(golden.prompts), rows)
+        text = tokens_of(tokenizer, perplexity_text or " ".join(golden.prompts), rows)
         quantized_perplexity, num_predicted = perplexity(model, text)
         if hook:
             hook.remove()
@@ -120,7 +120,7 @@ def make_reference(
             model = load_checkpoint(checkpoint_json, layers)
         exact = logits_along(model, [(prompt.prompt_ids, prompt.tokens) for prompt in reference.prompts])
         logits = np.concatenate([reference.arrays[f"logits.{i}"] for i in range(len(reference.prompts))])
-        Drift(
+        QuantizationError(
             layers=layers,
             precision=weights.precision if weights else "fp32",
             group_size=(weights and weights.group_size) or 0,
@@ -134,10 +134,10 @@ def make_reference(
             perplexity_tokens=num_predicted,
             perplexity=quantized_perplexity,
             full_perplexity=perplexity(model, text)[0],
-        ).save(drift_file)
-    drift = None
-    if has_drift:
-        drift = FileEntry(drift_file.name, sha256_file(drift_file))
+        ).save(error_file)
+    quantization_error = None
+    if has_quantization_error:
+        quantization_error = FileEntry(error_file.name, sha256_file(error_file))
     with replacing(out, (logits_file.name,)):
         write_bytes(logits_file, save(dict(reference.arrays)))
         ReferenceManifest(
@@ -147,7 +147,7 @@ def make_reference(
             logits=FileEntry(logits_file.name, sha256_file(logits_file)),
             prompts=reference.prompts,
             long=reference.long,
-            drift=drift,
+            quantization_error=quantization_error,
             adapters={name: adapters[name].sha256 for name in golden.adapted if name},
         ).save(out)
     return out

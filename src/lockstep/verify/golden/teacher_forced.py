@@ -108,7 +108,7 @@ def perplexity(model: PreTrainedModel, tokens: Sequence[int]) -> tuple[float, in
     """Return the perplexity of a text within the model's positions, and the number of predicted tokens."""
     ids = tokens[: getattr(model.config.get_text_config(), "max_position_embeddings", None)]
     if len(ids) < 2:
-        raise InputError("golden.drift_text: expected a text of two tokens or more, found less; give a longer one")
+        raise InputError("golden.perplexity_text: expected a text of two tokens or more, found less; give a longer one")
     rows, _ = logits_after(model, ids[:-1], range(1, len(ids)))
     scores = torch.log_softmax(torch.from_numpy(np.stack([*rows.values()])).double(), -1)
     chosen = scores.gather(1, torch.tensor(ids[1:])[:, None])

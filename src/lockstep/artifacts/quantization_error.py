@@ -1,6 +1,6 @@
 """The quantization error of a model's answers: how far quantised weights are from the checkpoint's.
 
-`reference/<layers>.drift.json` in and out, next to the reference of the quantised weights.
+`reference/<layers>.quantization_error.json` in and out, next to the reference of the quantised weights.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from lockstep.artifacts.document import Document
 
 
 @dataclass(frozen=True)
-class Drift(Document):
+class QuantizationError(Document):
     """The quantization error of a model's first `layers` layers (or "all").
 
     Measured in transformers, float32. max_logit_error, rms_logit_error: of the logits along the rounded model's answers
@@ -23,7 +23,7 @@ class Drift(Document):
     the activations'; then also of full weights, with `precision` that of the measurement.
     """
 
-    FORMAT: ClassVar[str] = formats.DRIFT
+    FORMAT: ClassVar[str] = formats.QUANTIZATION_ERROR
     layers: int | str
     precision: str
     group_size: int
