@@ -76,7 +76,7 @@ demo: setup
 	@echo "Building and checking the demo: about two minutes on 2 cores"
 	@$(BIN)/snakemake --cores $(CORES)
 
-# On a CPU with AVX-512 too.
+# As on a CPU without AVX-512. Hosted runners cannot show an older CPU than theirs, and many of them have AVX2 alone.
 avx2-demo: setup-test
 	.ci/as-avx2 .ci/demo
 

@@ -1,4 +1,4 @@
-// A CPU with AVX2 and nothing newer, for programs that run with this library preloaded: .ci/as-avx2 does so.
+// A CPU with AVX2 and no AVX-512 or AMX, for programs that run with this library preloaded: .ci/as-avx2 does so.
 //
 // Libraries choose their kernels by the instruction `cpuid`. Linux can make it fault (arch_prctl, on CPUs with the flag
 // cpuid_fault); a handler then runs the instruction, and clears the features that such a CPU lacks.

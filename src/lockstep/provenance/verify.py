@@ -30,7 +30,7 @@ DIFFERENT = "different"
 MISSING = "missing"
 UNKNOWN = "unknown"
 _NO_MODELS = ("logs", "benchmarks", "report")  # folders of the results tree
-_MEASURED = (formats.SPEED, formats.REPRODUCTION, formats.BUILD_COSTS)  # which no statement names
+_MEASURED = (formats.SPEED, formats.REPRODUCTION, formats.BUILD_COSTS)  # measurements, which no statement names
 
 
 @dataclass(frozen=True)
