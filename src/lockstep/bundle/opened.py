@@ -158,7 +158,7 @@ def _named_files(
 
 
 def point_into(archive: Archive, manifest_path: Path, digest: str) -> None:
-    """Rewrite the weights' manifest: its tensors lie in the archive, of this sha256."""
+    """Rewrite the weights' manifest to read its tensors from the archive, whose sha256 is `digest`."""
     manifest = WeightsManifest.load(manifest_path)
     archive_file = StoredFile(os.path.abspath(archive.path), archive.size, digest)
     tensors = {}

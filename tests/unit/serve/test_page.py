@@ -284,8 +284,9 @@ def test_the_bar_is_seen_to_move_while_an_answer_comes(server: ScriptedServer, s
     shown.wait(ANSWER + ".includes('w1 ')")
     server.status |= {"pages": {"total": 200, "used": 151, "cached": 0}}
     shown.wait("at('pages').textContent === '75%' && at('bar-used').style.width === '75.5%' && looks.length > 8")
-    # In ms. 1000 where it is asked each second; a busy browser makes some of these times longer, and not all.
-    assert shown.run("Math.min(...looks.slice(1).map((time, at) => time - looks[at]))") < 700
+    # The median in ms. 1000 where it is asked each second; a busy browser makes some of these times longer.
+    times = "looks.slice(1).map((time, at) => time - looks[at]).sort((a, b) => a - b)"
+    assert shown.run(f"{times}[looks.length >> 1]") < 700
     shown.press("Escape")
 
 

@@ -118,7 +118,9 @@ def test_a_full_queue_and_a_client_that_left_are_told_apart(server: RealServer, 
         with server.stopped_engine():
             with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port)) as client:
                 client.request("POST", "/v1/completions", json.dumps({**ASK, "n": 2}), KEY)
+                end = time.monotonic() + ENDS
                 while not json.loads(server.request("GET", "/status", None, KEY)[2])["streams"]:
+                    assert time.monotonic() < end
                     time.sleep(0.01)
             (entry,) = log.lines(1)
             waiting = [pool.submit(complete, server) for _ in range(3)]
