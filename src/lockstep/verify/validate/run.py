@@ -205,8 +205,9 @@ class _Validation:
                 record = self._torch.record(random.integers(0, assembly.vocab_size, _CHUNK_TOKENS), past)
                 noise = self._torch.noisy(record, past)
                 capacity = number % 2 * max_seq_len
+                usual = (*self._results["blocks"], self._results["exit"])
                 errors, _ = layer_errors(
-                    self._graphs, [(record, noise)], self._tolerance, capacity=capacity, usual=self._results["blocks"]
+                    self._graphs, [(record, noise)], self._tolerance, capacity=capacity, usual=usual
                 )
                 # The error that is largest relative to its tolerance.
                 worst = max(
