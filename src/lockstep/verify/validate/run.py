@@ -188,6 +188,7 @@ class _Validation:
         count = 1 + assembly.layer_numbers[max(pairs.index(pair) for pair in pairs)]
         lengths = config_lengths(self._config) | self._windows
         random = np.random.default_rng(0)
+        usual = (*self._results["blocks"], self._results["exit"])
         caches = list[CacheError]()
         self._results["long_context"] = LongContext(max_seq_len, count, ())
         pasts = sorted({min(edge - 1, max_seq_len - _CHUNK_TOKENS) for edge in edges(max_seq_len, lengths)})
@@ -205,7 +206,6 @@ class _Validation:
                 record = self._torch.record(random.integers(0, assembly.vocab_size, _CHUNK_TOKENS), past)
                 noise = self._torch.noisy(record, past)
                 capacity = number % 2 * max_seq_len
-                usual = (*self._results["blocks"], self._results["exit"])
                 errors, _ = layer_errors(
                     self._graphs, [(record, noise)], self._tolerance, capacity=capacity, usual=usual
                 )
