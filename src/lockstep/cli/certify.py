@@ -107,7 +107,10 @@ def _run_workflow(checkpoint: str) -> Path:
     name = name_of(checkpoint)
     # A folder of its own: results of this one may be of another config.
     folder = Path(f"certify-{name}")
-    folder.mkdir(exist_ok=True)
+    try:
+        folder.mkdir(exist_ok=True)
+    except FileExistsError:
+        raise InputError(f"{folder}: expected a folder for the reference, found a file; move it away") from None
     config = f"{name}.yaml"
     (folder / config).unlink(missing_ok=True)
     path = Path("results", name, "hypotheses", "all.json")

@@ -97,6 +97,10 @@ def test_the_workflow_makes_what_a_checkpoint_needs(
         result = CliRunner().invoke(main, ["certify", *options, *sources])
         assert result.exit_code == 2
         assert "checkpoint: expected" in result.output or "expected --golden or --checkpoint" in result.output
+    shutil.rmtree("certify-demo-llama")
+    Path("certify-demo-llama").touch()
+    result = CliRunner().invoke(main, ["certify", *options, "--checkpoint", "resources/demo-llama"])
+    assert result.exit_code == 2 and "expected a folder for the reference, found a file" in result.output
 
 
 def test_questions_are_prompts_of_golden_and_chats(hypotheses: Path) -> None:
