@@ -201,6 +201,8 @@ def _compile(tokenizer: Any, request: Mapping[str, Any], answer: dict[str, str])
             matcher.deep_copy().compute_bitmask()
         except Refusal as refusal:
             answer["error"] = str(refusal)
+        except BaseException as error:  # a panic of its Rust code is no Exception; a thread would drop it
+            answer["error"] = f"a grammar that compiles, found {type(error).__name__}"
 
     thread = threading.Thread(target=work)
     thread.start()
