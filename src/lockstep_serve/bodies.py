@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import re
-import zlib
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +23,6 @@ _LARGE = 1 << 16  # bytes of JSON that are decoded in a thread: token ids take 0
 _MIN_TYPO_LENGTH = 4  # of a field with a check for typos: `n` is one edit from any letter
 _NO_TYPOS = ("top_a", "models")  # fields of other servers that are one edit from ours
 _MAX_DIGITS = 309  # of a whole number within float64
-# zlib's wbits. Deflate is zlib's format by RFC 9110; some clients send raw deflate.
-_COMPRESSED = {"gzip": (31,), "deflate": (15, -15)}
 # Limited, because the text of each new token is searched for all words.
 _MAX_WORDS = 64
 _MAX_LENGTH = 4096  # characters or tokens of all words together
@@ -107,10 +104,10 @@ def json_response(value: Any, status: int = 200) -> Response:
 
 
 async def read_body(request: Request, access: Access) -> bytes:
-    """Return the body, decompressed. Raises BadRequest for one too long or too late, or of another encoding."""
+    """Return the body. Raises BadRequest for one too long, too late, or compressed."""
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
-    if encoding not in ("identity", *_COMPRESSED):
-        raise BadRequest(f"content-encoding: expected gzip, deflate or identity, found {encoding[:40]!r}", status=415)
+    if encoding != "identity":
+        raise BadRequest(f"content-encoding: expected identity, found {encoding[:40]!r}", status=415)
     limit = access.max_body
     seconds = access.body_timeout
     # The length that is announced, first: a body that is too long need not be received.
@@ -131,24 +128,7 @@ async def read_body(request: Request, access: Access) -> bytes:
         raise BadRequest(f"body: expected all of it within {seconds:g} s", status=408) from None
     except ClientDisconnect:
         raise BadRequest("body: the client went away", status=400) from None
-    if encoding == "identity":
-        return bytes(data)
-    return await asyncio.to_thread(_decompress, bytes(data), encoding, limit)
-
-
-def _decompress(data: bytes, encoding: str, limit: int) -> bytes:
-    """Return a body of at most `limit` bytes. Raises BadRequest."""
-    for wbits in _COMPRESSED[encoding]:
-        stream = zlib.decompressobj(wbits)
-        try:
-            body = stream.decompress(data, limit + 1)  # no more: a few bytes may become gigabytes
-        except zlib.error:
-            continue
-        if len(body) > limit:
-            raise BadRequest(f"body: expected at most {limit} bytes, found more in its {encoding}", status=413)
-        if stream.eof and not stream.unused_data:
-            return body
-    raise BadRequest(f"body: expected data in {encoding}, as content-encoding says, found other data")
+    return bytes(data)
 
 
 async def decode_body(data: bytes, kind: type[_Body]) -> _Body:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import gzip
 import http.client
 import itertools
 import json
 import re
 import socket
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -438,22 +436,9 @@ def test_a_name_that_points_here_is_no_name_of_a_local_server(server: RealServer
     assert server.request("GET", "/health", headers={"Host": host})[0] == 200  # which tells nothing
 
 
-@pytest.mark.parametrize(
-    ("encoding", "data", "expected"),
-    [  # without a time: the bytes are part of the test's name, which must be the same in each process of a run
-        ("gzip", gzip.compress(json.dumps(GOOD).encode(), mtime=0), 200),
-        ("deflate", zlib.compress(json.dumps(GOOD).encode()), 200),
-        ("deflate", zlib.compress(json.dumps(GOOD).encode())[2:-4], 200),  # without zlib's frame, as some clients do
-        ("gzip", gzip.compress(b" " * (5 << 20)), 413),
-        ("gzip", gzip.compress(json.dumps(GOOD).encode(), mtime=0)[:-9], 400),
-        ("gzip", json.dumps(GOOD).encode(), 400),
-        ("br", b"abc", 415),
-    ],
-)
-def test_a_body_may_be_compressed(server: RealServer, encoding: str, data: bytes, expected: int) -> None:
-    status, _, answer = server.request("POST", "/v1/completions", data, {"Content-Encoding": encoding})
-    assert status == expected, answer
-    assert status == 200 or "\n" not in json.loads(answer)["error"]["message"]
+def test_a_compressed_body_is_refused(server: RealServer) -> None:
+    status, _, answer = server.request("POST", "/v1/completions", b"abc", {"Content-Encoding": "gzip"})
+    assert status == 415 and "found 'gzip'" in json.loads(answer)["error"]["message"]
 
 
 def test_metrics_count_what_was_asked_and_made(server: RealServer) -> None:
