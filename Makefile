@@ -172,7 +172,6 @@ $(VENV)/.pinned: $(PINS) envs/hashes.txt envs/openvino.txt
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.pinned pyproject.toml
-	@$(PIP) uninstall --quiet --yes lockstep 2> /dev/null  # its name before 0.2.0
 	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 

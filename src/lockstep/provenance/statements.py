@@ -71,8 +71,6 @@ def write_statement(job: Job, key: BuildKey) -> Statement:
     if STAGES[job.stage].builds_engines:
         statement = replace(statement, sources=tuple(_sources(job)))
     statement.save(statement_path(job.output))
-    for name in (f"{job.output.stem}.build.json", "provenance.json"):  # of Lockstep 0.2
-        job.output.with_name(name).unlink(missing_ok=True)
     return statement
 
 

@@ -119,8 +119,6 @@ def _without_statement(path: Path, results: Path) -> Finding:
     name = _name(path, results)
     if not path.is_file():
         return Finding(UNKNOWN, name, f"no statement names it; it is {describe(path)}")
-    if path.name.endswith(".build.json") or path.name == "provenance.json":
-        return Finding(UNKNOWN, name, "of Lockstep 0.2: `lockstep run` replaces it by a statement")
     try:
         if path.suffix == ".json" and has_digest(path.read_bytes()):
             value = read_json(path)

@@ -177,7 +177,7 @@ ENTRY = {
     "no mapping": lambda path: path.write_text("[1, 2]"),
     "deep": lambda path: path.write_text("[" * 200_000),
     "not a number": lambda path: path.write_text('{"predicate": NaN}'),
-    "of Lockstep 0.2": lambda path: path.write_text('{"format": "lockstep.build/1", "outputs": {}}'),
+    "of another format": lambda path: path.write_text('{"format": "lockstep.build/1", "outputs": {}}'),
     "another key": is_made_of_others,
     "half a key": edited(lambda value: value["predicate"]["buildDefinition"]["externalParameters"].pop("names")),
     "no files": edited(lambda value: value["subject"].clear()),

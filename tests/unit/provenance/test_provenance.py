@@ -245,19 +245,6 @@ def test_two_builds_make_the_same_statements_which_hold_no_time(results: Results
     assert not any(re.search(rb"20\d\d-\d\d-\d\dT", path.read_bytes()) for path in first.parent.glob("*.json"))
 
 
-def test_what_a_release_before_left_is_named_and_goes_with_the_next_build(results: Results) -> None:
-    path = build(results)
-    old = [path.with_name(name) for name in ("engines.build.json", "provenance.json")]
-    for file in old:
-        file.write_text("{}")
-    wrong = [str(finding) for finding in verify(results.root) if finding.status != "same"]
-    assert len(wrong) == 2 and all(
-        "of Lockstep 0.2: `lockstep run` replaces it by a statement" in line for line in wrong
-    )
-    build(results)
-    assert not any(file.exists() for file in old) and {finding.status for finding in verify(results.root)} == {"same"}
-
-
 @pytest.mark.parametrize("text", ["yesterday", "-1", "1.5", "9" * 30, "١"])
 def test_a_time_of_the_source_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOURCE_DATE_EPOCH", text)
