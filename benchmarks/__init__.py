@@ -13,9 +13,7 @@ INSIDE = {
     "backends.cpu": "the number of threads",
     # `__main__`
     "cli.guarded": "`python -m benchmarks` ends with one line on a mistake, as `lockstep` does",
-    # `speculation`
-    "runtime.speculative": "drafts, in the form of `lockstep serve --speculative`",
-    # `invariance` and `speculation-gpu`
+    # `invariance`
     "verify.golden.drafted": "drafts with errors planted",
     # `serving` and `throughput`
     "serve.bodies": "a server on engines that are of no target",
@@ -26,9 +24,6 @@ INSIDE = {
     "step.pages": "a pool of pages for the scheduler alone",
     # `batches`
     "step.logits_pipeline": "parameters of a slot, without a request",
-    # `grammars`
-    "runtime.grammar": "compiling a schema while steps run",
-    "runtime.grammar.compiler": "the same",
     # `tiny`: exports of shapes and of tiny models, which are no checkpoints.
     "config.packing": "which checkpoints are packed",
     "artifacts.document": "what a document is refused with",

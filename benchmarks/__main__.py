@@ -10,9 +10,8 @@ import click
 from lockstep.cli.guarded import SETTINGS, GuardedGroup
 
 COMMANDS = (
-    *("export", "models", "cpu-peers", "adapters", "throughput", "many-models"),
-    *("speculation", "serving", "grammars", "soak", "certify"),
-    *("gpu", "batches", "invariance", "speculation-gpu", "serving-gpu", "families-gpu"),  # on GPUs
+    *("models", "cpu-peers", "throughput", "many-models", "serving", "soak", "certify"),
+    *("gpu", "batches", "invariance", "serving-gpu", "families-gpu"),  # on GPUs
 )
 
 

@@ -9,12 +9,7 @@ from lockstep import Results
 
 
 def make_engines(
-    folder: Path,
-    precision: str,
-    work: Path,
-    group_size: int = 32,
-    backend: str = "onnxruntime",
-    head_bits: int | None = None,
+    folder: Path, precision: str, work: Path, group_size: int = 32, head_bits: int | None = None
 ) -> dict[str, Path]:
     """Resolve, export, convert and build the checkpoint below `work`; return the paths of the results."""
     results = Results(work)
@@ -22,9 +17,9 @@ def make_engines(
     checkpoint = results.checkpoint(name)
     weights = results.weights(name, precision)
     assembly = results.assembly(name, precision)
-    engines = results.engines(name, precision, backend)
+    engines = results.engines(name, precision, "onnxruntime")
     lockstep.resolve_checkpoint(str(folder.resolve()), folder.resolve(), checkpoint)
     lockstep.export_graphs(checkpoint, precision, assembly, group_size=group_size, head_bits=head_bits)
     lockstep.convert_weights(checkpoint, precision, weights, assembly)
-    lockstep.build_engines(assembly, backend, engines)
+    lockstep.build_engines(assembly, "onnxruntime", engines)
     return {"weights": weights, "assembly": assembly, "engines": engines}

@@ -163,18 +163,6 @@ def built(assembly_json: Path, engines: Path, backend: str, options: Mapping[str
     return {"cold_seconds": seconds, "engine_bytes": sum(sizes), "engines": len(files)}
 
 
-def open_random(assembly: str, work: Path, backend: str, options: Mapping[str, Any]) -> Model:
-    """Open engines, built in `work`, on random weights, which are made there once."""
-    weights = work / "weights" / "weights.json"
-    engines = work / backend / "engines.json"
-    if not weights.is_file():
-        weights = random_weights(Assembly.load(assembly), work / "weights", False)
-    build_seconds(Path(assembly), engines, backend, options)
-    model = Model.open(engines, assembly, weights)
-    model.warm_up()
-    return model
-
-
 def build_seconds(assembly_json: Path, engines: Path, backend: str, options: Mapping[str, Any]) -> float:
     """Of the build of an engine set, in a new process."""
     request = {"assembly": str(assembly_json), "backend": backend, "options": dict(options), "out": str(engines)}

@@ -106,16 +106,10 @@ RESULTS = path("--results", "The results tree.", default=Path("results"))
 DEFAULT_MODELS = ("llama-1024x8", "resources/demo-llama")
 MODEL_HELP = "A checkpoint folder, or a shape that gets random weights; may be given several times."
 MODELS = option("--model", MODEL_HELP, DEFAULT_MODELS, name="models", many=True, metavar="FOLDER|SHAPE")
-SHAPES = option(
-    "--shape", "A shape that comes with the benchmark.", ("llama-2-7b", "llama-3-70b"), name="shapes", many=True
-)
 SHAPE = option("--shape", "A Llama shape that comes with the benchmark, or a config.json.", "llama-2-7b")
-BATCHES = option("--batch", "Requests at a time.", (1, 4), int, name="batches", many=True, minimum=1)
-PRECISION = choice("--precision", "fp16", "fp32", "bf16")
 CONTEXT = number("--context", 64, "Tokens in the cache when decoding begins.")
 STEPS = number("--steps", 32, "Decode steps of a round.")
 THREADS = number("--threads", None, "CPU threads.  [default: LOCKSTEP_THREADS, else all]")
-CPU_TIME = option("--cpu-time", "CPU seconds of one thread: for a machine that does other work.", False, bool)
 
 # On a GPU.
 BACKEND = choice("--backend", "cuda", "tensorrt")

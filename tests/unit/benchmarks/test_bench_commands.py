@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import test_soak
 from benchmarks import (
-    adapters,
     batches,
     certify,
     certify_faults,
@@ -27,8 +26,6 @@ from benchmarks import (
     invariance,
     many_models,
     serving,
-    speculation,
-    speculation_gpu,
 )  # fmt: skip
 from benchmarks.__main__ import bench
 from benchmarks.cold import function_named
@@ -133,30 +130,11 @@ def _(case: Here) -> Sequence[Any]:
     return "--model", case.checkpoint, "--contestant", "fp32", "--contestant", "transformers fp32", *options, *ONE_ROUND
 
 
-@starts("adapters", "batch 1 decode_step seconds")
-def _(case: Here) -> Sequence[Any]:
-    case.smaller(adapters, _CONTEXT=4, _STEPS=2, _PROMPT=8)
-    return "--shape", case.shape, "--batch", 1, "--adapters", 2, "--rank", 8, *ONE_ROUND
-
-
 @starts("throughput", "models demo-llama/fp32/all mixed seconds")
 def _(case: Here) -> Sequence[Any]:
     tree = make_tree(case.folder / "results", case.request.getfixturevalue("demo"))
     sizes = "--requests", 2, "--mean-prompt", 4, "--mean-new", 2, "--prefix", 0
     return "--target", "demo-llama/fp32/all", "--results", tree, *sizes, *ONE_ROUND
-
-
-@starts("grammars", "beside median")
-def _(case: Here) -> Sequence[Any]:
-    tree = make_tree(case.folder / "results", case.request.getfixturevalue("demo"))
-    return "--target", "demo-llama/fp32/all/onnxruntime", "--results", tree, "--schemas", 1, "--kilobytes", 1
-
-
-@starts("speculation", "targets demo-llama/fp32/all tasks edit speed_of_drafts_relative_to plain")
-def _(case: Here) -> Sequence[Any]:
-    tree = make_tree(case.folder / "results", case.request.getfixturevalue("demo"))
-    case.smaller(speculation, _LONGEST=40, _CONTEXT=4)
-    return "--target", "demo-llama/fp32/all", "--results", tree, "--new", 4, *ONE_ROUND
 
 
 class ServerStandIn(serving.Server):
@@ -200,11 +178,6 @@ def _(case: Here) -> Sequence[Any]:
 def _(case: Here) -> Sequence[Any]:
     case.smaller(serving, STREAMS_PROMPT=4, STREAMS_NEW=2, REFUSALS=2)
     return "--model", case.checkpoint, "--streams", 1, "--threads", thread_count(None), *ONE_ROUND
-
-
-@starts("export", "shapes")
-def _(case: Here) -> Sequence[Any]:
-    return "--shape", case.shape, "--build", "cuda", *ONE_ROUND
 
 
 @starts("models", "families Qwen3 result")
@@ -260,14 +233,6 @@ def _(case: Here) -> Sequence[Any]:
     case.smaller(invariance, EDGES=(1, 64), NEW=2)
     case.smaller(invariance, LIMITS={"max_batch_size": 4, "max_num_tokens": 128, "max_seq_len": 128})
     return f"{case.shape}.json/fp16", "--layers", 2, "--positions", 20, "--work", case.folder / "work"
-
-
-@starts("speculation-gpu", "requests 1 right 1.0 plain_steps_of_a_verify")
-def _(case: Here) -> Sequence[Any]:
-    case.on_the_fake_gpu()
-    limits = {"max_batch_size": 4, "max_num_tokens": 64, "max_seq_len": 64}
-    case.smaller(speculation_gpu, LIMITS=limits, PROMPT=4, NEW=12, REQUESTS=(1,), RIGHT=(1.0,))
-    return "--shape", case.shape, "--layers", 2, "--work", case.folder / "work", *ONE_ROUND
 
 
 @starts("serving-gpu", "streams 64 bare_tokens_per_second")
