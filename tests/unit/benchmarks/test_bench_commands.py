@@ -30,7 +30,7 @@ from benchmarks import (
 from benchmarks.__main__ import bench
 from benchmarks.cold import function_named
 from benchmarks.measure import THREADS_VARIABLE, thread_count
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 import fake_gpu
 import lockstep
@@ -193,26 +193,11 @@ def _(case: Here) -> Sequence[Any]:
 @starts("many-models", "parts requests first_token_seconds all p99")
 def _(case: Here) -> Sequence[Any]:
     case.in_this_process()
-    return *many_models_of(case), "--precision", "fp32", "--backend", "onnxruntime"
-
-
-def many_models_of(case: Here) -> Sequence[Any]:
     case.smaller(many_models, PROMPT=8, NEW_TOKENS=2, STEPS=2, _serve=lambda place: {"ready": 1.0, "token": 1.0})
     case.smaller(many_models, LIMITS={"max_batch_size": 4, "max_num_tokens": 64, "max_seq_len": 64})
-    arguments = ("--models", 3, "--loaded", 2, "--requests", 6, "--rate", 100)
-    return "--shape", f"{case.shape}.json", "--work", case.folder / "work", *arguments, *ONE_ROUND
-
-
-@pytest.mark.long
-@pytest.mark.exports
-def test_many_models_measures_all_parts_on_a_gpu(case: Here) -> None:
-    case.on_the_fake_gpu()
-    ended = CliRunner().invoke(bench, ["many-models", *map(str, many_models_of(case))])
-    assert ended.exit_code == 0, ended.output
-    parts = read_json(case.folder / "work" / "many-models.json")["parts"]
-    assert {name: part["precision"] for name, part in parts.items()} == {
-        "switch": "fp16", "switch-w4a16": "w4a16", "requests": "fp16", "cold-start": "fp16"
-    }  # fmt: skip
+    sizes = "--models", 3, "--loaded", 2, "--requests", 6, "--rate", 100, *ONE_ROUND
+    target = "--precision", "fp32", "--backend", "onnxruntime"
+    return "--shape", f"{case.shape}.json", "--work", case.folder / "work", *sizes, *target
 
 
 @starts("gpu", "check all passes")
@@ -271,6 +256,7 @@ def test_each_command_starts(command: str, case: Here) -> None:
         assert record["device"]["name"] == "fake"
 
 
+@pytest.mark.long
 @pytest.mark.exports
 def test_invariance_goes_on_where_it_was_and_keeps_what_other_processes_gave(case: Here) -> None:
     arguments = [*STARTS["invariance"][0](case), "--backend", "onnxruntime"]
@@ -294,66 +280,3 @@ def test_invariance_goes_on_where_it_was_and_keeps_what_other_processes_gave(cas
     write_json(path, {**runs[2], "models": {name: {**row, "positions": 0}}})
     ended = CliRunner().invoke(bench, ["invariance", *map(str, arguments)])
     assert ended.exit_code == 1 and "found 0 positions that differ, and 2 digests" in ended.stderr, ended.output
-
-
-@pytest.mark.long
-@pytest.mark.exports
-def test_batches_takes_small_weights_and_keeps_their_record_apart(case: Here) -> None:
-    arguments = ["batches", *STARTS["batches"][0](case), "--precision", "w4a16"]
-    case.smaller(batches, GROUP=32)
-    ended = CliRunner().invoke(bench, list(map(str, arguments)), catch_exceptions=False)
-    assert ended.exit_code == 0 and ended.stdout == f"{case.folder}/work/batches-w4a16.json\n", ended.output
-    record = read_json(case.folder / "work" / "batches-w4a16.json")
-    assert record["precision"] == "w4a16" and set(record["decode"]) == {"1", "4"}
-    assert "--write records --precision w4a16`" in (case.folder / "work" / "batches-w4a16.md").read_text()
-
-
-def batches_of(case: Here, opened: Callable[..., lockstep.Model]) -> tuple[Result, dict[str, Any]]:
-    """Run the command with a model that `opened` opens; return its result and its record."""
-    started = STARTS["batches"][0](case)
-    case.smaller(batches, CHUNKS=(16, 70), LIMITS={"max_batch_size": 4, "max_num_tokens": 128, "max_seq_len": 128})
-    case.smaller(batches.Model, open=opened)
-    ended = CliRunner().invoke(bench, ["batches", *map(str, started)])
-    return ended, read_json(case.folder / "work" / "batches.json")
-
-
-@pytest.mark.long
-@pytest.mark.exports
-def test_batches_measures_what_the_cache_has_pages_for_and_names_the_rest(case: Here) -> None:
-    opened = lockstep.Model.open
-    ended, record = batches_of(case, lambda *paths: opened(*paths, kv_bytes=2 * opened(*paths).tables.pool.page_nbytes))
-    assert ended.exit_code == 0, ended.output
-    assert set(record["decode"]) == {"1"} and set(record["mixed"]["1"]) == {"16"} and record["requests"]["new_tokens"]
-    assert set(record["left_out"]) == {"decode 4", "mixed 1 from 70 tokens on"}
-    assert all("KV cache: expected" in reason for reason in record["left_out"].values())
-    assert "bench: decode 4 does not fit: KV cache: expected" in ended.stderr
-    page = (case.folder / "work" / "batches.md").read_text()
-    assert "and not measured: decode 4, mixed 1 from 70 tokens on." in page and "# CUDA at every batch size" in page
-
-
-@pytest.mark.long
-@pytest.mark.exports
-def test_batches_goes_on_where_nothing_is_left_of_the_gpus_memory(case: Here) -> None:
-    opened = lockstep.Model.open
-
-    def full(*paths: Path) -> lockstep.Model:
-        model = opened(*paths)
-        case.device.total = case.device.used
-        return model
-
-    ended, record = batches_of(case, full)
-    assert ended.exit_code == 0, ended.output
-    assert {"warm-up", "decode 1", "prompts 40", "mixed 1", "sampled_requests"} < set(record["left_out"])
-    assert all("of free GPU memory for" in reason for reason in record["left_out"].values())
-
-
-@pytest.mark.long
-@pytest.mark.exports
-def test_batches_keeps_what_it_had_measured_where_it_ends_early(case: Here) -> None:
-    def prompt(*arguments: Any) -> None:
-        raise lockstep.CheckError("expected rank 1 at a sum")
-
-    case.smaller(batches, prompt=prompt)
-    ended, record = batches_of(case, lockstep.Model.open)
-    assert ended.exit_code == 1 and ended.stderr.endswith("lockstep: error: expected rank 1 at a sum\n")
-    assert set(record["decode"]) == {"1", "4"} and set(record["sampled"]) == {"2"} and "left_out" not in record
