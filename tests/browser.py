@@ -52,11 +52,8 @@ class Browser:
         # Above the two that they become, so that neither is overwritten before it is taken.
         fds = [os.dup(fd) for fd in (theirs_in, theirs_out)]
         arguments = [
-            *_SWITCHES,
-            f"--user-data-dir={profile}",
-            f"--window-size={width},{height}",
-            "--remote-debugging-pipe",
-        ]
+            *_SWITCHES, f"--user-data-dir={profile}", f"--window-size={width},{height}", "--remote-debugging-pipe",
+        ]  # fmt: skip
         self._process = subprocess.Popen(
             [sys.executable, "-c", _START, *map(str, fds), command, *arguments],
             pass_fds=[*fds, 3, 4] if max(fds) < 3 else fds,

@@ -144,11 +144,8 @@ class _Handler(BaseHTTPRequestHandler):
         files = repository.commits[commit]
         if api:
             info = {
-                "id": name,
-                "modelId": name,
-                "sha": commit,
-                "siblings": [{"rfilename": file} for file in sorted(files)],
-            }
+                "id": name, "modelId": name, "sha": commit, "siblings": [{"rfilename": file} for file in sorted(files)],
+            }  # fmt: skip
             return self._send(200, {"Content-Type": "application/json"}, json.dumps(info).encode())
         return self._file(commit, file.group(3), files)
 

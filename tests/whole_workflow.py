@@ -19,13 +19,9 @@ GOLDEN = {"max_new_tokens": 8, "prompts": [{"text": "Light"}]}
 GROUP = 16
 # Sizes of the families whose rows are no whole groups.
 _IN_GROUPS = {
-    "moe_intermediate_size": 32,
-    "moe_shared_expert_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "v_head_dim": 16,
-}
+    "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    "q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16,
+}  # fmt: skip
 
 
 def in_groups(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,14 +46,11 @@ def failures(
     is left out too. Raises InputError where the config is refused.
     """
     model = {
-        "source": source,
-        "layers": ["all"],
-        "precisions": list(dict.fromkeys(itertools.chain(*targets.values()))),
+        "source": source, "layers": ["all"], "precisions": list(dict.fromkeys(itertools.chain(*targets.values()))),
         "backends": list(targets),
-        "backend_precisions": {backend: list(precisions) for backend, precisions in targets.items()},
-        "golden": GOLDEN,
+        "backend_precisions": {backend: list(precisions) for backend, precisions in targets.items()}, "golden": GOLDEN,
         **settings,
-    }
+    }  # fmt: skip
     config = load.load({"models": {MODEL: model}, "limits": dict(limits), "backends": dict(backends or {})})
     results = Results(root)
     (place,) = config.check_sources(results=results).values()

@@ -25,22 +25,13 @@ def run_client(
     proxies = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), NOWHERE)
     with tempfile.TemporaryDirectory() as temporary:
         run = subprocess.run(
-            [programs / program, *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=seconds,
-            cwd=cwd,
+            [programs / program, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            timeout=seconds, cwd=cwd,
             env={
-                "PATH": f"{programs}:{os.defpath}",
-                "HOME": str(work),
-                "TMPDIR": temporary,
-                "HF_ENDPOINT": NOWHERE,
-                **proxies,
-                "no_proxy": "127.0.0.1",
-                "NO_PROXY": "127.0.0.1",
-                **variables,
+                "PATH": f"{programs}:{os.defpath}", "HOME": str(work), "TMPDIR": temporary, "HF_ENDPOINT": NOWHERE,
+                **proxies, "no_proxy": "127.0.0.1", "NO_PROXY": "127.0.0.1", **variables,
             },
-        )
+        )  # fmt: skip
     output = run.stdout.decode(errors="replace")
     assert run.returncode == 0, output[-6000:]
     return output

@@ -70,12 +70,9 @@ def names(wheel: Path) -> set[str]:
         for library in sorted(set(re.findall(r"\[(libnv\S+?)\]", output("readelf", "-d", str(module))))):
             output("gcc", "-shared", "-fPIC", "-o", str(Path(folder) / library), str(code), f"-Wl,-soname,{library}")
         listed = subprocess.run(
-            [sys.executable, "-c", _NAMES, str(module)],
-            stdout=subprocess.PIPE,
-            check=True,
-            text=True,
+            [sys.executable, "-c", _NAMES, str(module)], stdout=subprocess.PIPE, check=True, text=True,
             env={"LD_LIBRARY_PATH": folder},
-        )
+        )  # fmt: skip
         members = (ast.literal_eval(line) for line in listed.stdout.splitlines())
         return {name + counts(name, text) for name, text in members}
 

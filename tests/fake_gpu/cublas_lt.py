@@ -112,16 +112,10 @@ def cublas_lt(gpu: Gpu) -> SimpleNamespace:
         return 0
 
     return SimpleNamespace(
-        _name="libcublasLt.so.12",
-        cublasLtGetProperty=get_property,
-        cublasLtCreate=lambda pointer: make(pointer, "handle"),
-        cublasLtDestroy=lambda handle: 0,
+        _name="libcublasLt.so.12", cublasLtGetProperty=get_property,
+        cublasLtCreate=lambda pointer: make(pointer, "handle"), cublasLtDestroy=lambda handle: 0,
         cublasLtMatmulDescCreate=lambda pointer, sums, scale: make(pointer, {"types": (sums.value, scale.value)}),
-        cublasLtMatmulDescSetAttribute=set_attribute,
-        cublasLtMatmulPreferenceCreate=lambda pointer: make(pointer, {}),
-        cublasLtMatmulPreferenceSetAttribute=set_attribute,
-        cublasLtMatrixLayoutCreate=layout,
-        cublasLtMatmulAlgoGetHeuristic=heuristic,
-        cublasLtMatmulAlgoConfigGetAttribute=config,
-        cublasLtMatmul=matmul,
-    )
+        cublasLtMatmulDescSetAttribute=set_attribute, cublasLtMatmulPreferenceCreate=lambda pointer: make(pointer, {}),
+        cublasLtMatmulPreferenceSetAttribute=set_attribute, cublasLtMatrixLayoutCreate=layout,
+        cublasLtMatmulAlgoGetHeuristic=heuristic, cublasLtMatmulAlgoConfigGetAttribute=config, cublasLtMatmul=matmul,
+    )  # fmt: skip

@@ -22,43 +22,25 @@ def runtime(gpu: Gpu) -> ModuleType:
         "cudaDevAttrComputeCapabilityMajor cudaDevAttrComputeCapabilityMinor cudaDevAttrMultiProcessorCount",
     )
     vars(module).update(
-        cudaError_t=ERRORS,
-        cudaMemcpyKind=COPIES,
-        cudaStreamNonBlocking=1,
-        cudaDeviceAttr=attributes,
+        cudaError_t=ERRORS, cudaMemcpyKind=COPIES, cudaStreamNonBlocking=1, cudaDeviceAttr=attributes,
         cudaStreamCaptureMode=SimpleNamespace(cudaStreamCaptureModeRelaxed=2),
         cudaDeviceGetAttribute=lambda which, device: (ERRORS.cudaSuccess, 10 - which),
         cudaGetDeviceCount=lambda: (ERRORS.cudaSuccess, gpu.devices),
-        cudaGetDevice=lambda: (ERRORS.cudaSuccess, gpu.device),
-        cudaSetDevice=gpu.set_device,
-        cudaDeviceCanAccessPeer=gpu.can_access,
-        cudaDeviceEnablePeerAccess=gpu.enable_access,
-        cudaMalloc=gpu.malloc,
-        cudaFree=gpu.free,
-        cudaMallocHost=gpu.malloc_host,
-        cudaFreeHost=gpu.free_host,
-        cudaMemGetInfo=lambda: (ERRORS.cudaSuccess, gpu.unused, gpu.total),
-        cudaMemset=gpu.memset,
-        cudaMemset2DAsync=gpu.memset_rows,
-        cudaMemcpy=gpu.copy_now,
-        cudaMemcpyAsync=gpu.copy,
-        cudaMemcpy2DAsync=gpu.copy_rows,
-        cudaStreamCreate=gpu.create_blocking_stream,
-        cudaStreamCreateWithFlags=gpu.create_stream,
-        cudaStreamSynchronize=gpu.synchronize,
-        cudaStreamDestroy=lambda stream: done,
-        cudaStreamBeginCapture=gpu.begin_capture,
+        cudaGetDevice=lambda: (ERRORS.cudaSuccess, gpu.device), cudaSetDevice=gpu.set_device,
+        cudaDeviceCanAccessPeer=gpu.can_access, cudaDeviceEnablePeerAccess=gpu.enable_access, cudaMalloc=gpu.malloc,
+        cudaFree=gpu.free, cudaMallocHost=gpu.malloc_host, cudaFreeHost=gpu.free_host,
+        cudaMemGetInfo=lambda: (ERRORS.cudaSuccess, gpu.unused, gpu.total), cudaMemset=gpu.memset,
+        cudaMemset2DAsync=gpu.memset_rows, cudaMemcpy=gpu.copy_now, cudaMemcpyAsync=gpu.copy,
+        cudaMemcpy2DAsync=gpu.copy_rows, cudaStreamCreate=gpu.create_blocking_stream,
+        cudaStreamCreateWithFlags=gpu.create_stream, cudaStreamSynchronize=gpu.synchronize,
+        cudaStreamDestroy=lambda stream: done, cudaStreamBeginCapture=gpu.begin_capture,
         cudaStreamEndCapture=gpu.end_capture,
         cudaGraphInstantiate=lambda graph, flags: (ERRORS.cudaSuccess, list(graph)),
-        cudaGraphDestroy=lambda graph: done,
-        cudaGraphExecDestroy=lambda graph: done,
-        cudaGraphLaunch=gpu.launch_graph,
-        cudaEventCreate=gpu.create_event,
-        cudaEventRecord=gpu.record,
-        cudaEventDestroy=lambda event: done,
+        cudaGraphDestroy=lambda graph: done, cudaGraphExecDestroy=lambda graph: done, cudaGraphLaunch=gpu.launch_graph,
+        cudaEventCreate=gpu.create_event, cudaEventRecord=gpu.record, cudaEventDestroy=lambda event: done,
         cudaEventSynchronize=gpu.wait,
         cudaEventElapsedTime=lambda first, last: (ERRORS.cudaSuccess, (last[1] - first[1]) * 1e3),
-    )
+    )  # fmt: skip
     return module
 
 
@@ -101,12 +83,9 @@ def nvrtc() -> ModuleType:
         return done
 
     vars(module).update(
-        nvrtcCreateProgram=create,
-        nvrtcCompileProgram=compile_program,
-        nvrtcGetCUBINSize=lambda program: (0, len(code(program))),
-        nvrtcGetCUBIN=fill,
-        nvrtcVersion=lambda: (0, 12, 9),
-    )
+        nvrtcCreateProgram=create, nvrtcCompileProgram=compile_program,
+        nvrtcGetCUBINSize=lambda program: (0, len(code(program))), nvrtcGetCUBIN=fill, nvrtcVersion=lambda: (0, 12, 9),
+    )  # fmt: skip
     return module
 
 

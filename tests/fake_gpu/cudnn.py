@@ -66,16 +66,12 @@ def cudnn(gpu: Gpu) -> ModuleType:
         validate = build_operation_graph = create_execution_plans = check_support = build_plans = _accept
 
     vars(module).update(
-        create_handle=dict,
-        destroy_handle=lambda handle: None,
-        set_stream=lambda handle, stream: handle.update(stream=stream),
-        pygraph=Graph,
-        backend_version=lambda: 91900,
+        create_handle=dict, destroy_handle=lambda handle: None,
+        set_stream=lambda handle, stream: handle.update(stream=stream), pygraph=Graph, backend_version=lambda: 91900,
         cudnnGraphNotSupportedError=type("cudnnGraphNotSupportedError", (Exception,), {}),
-        heur_mode=SimpleNamespace(A=0),
-        diagonal_alignment=SimpleNamespace(BOTTOM_RIGHT=1),
+        heur_mode=SimpleNamespace(A=0), diagonal_alignment=SimpleNamespace(BOTTOM_RIGHT=1),
         data_type=SimpleNamespace(HALF="f2", BFLOAT16=ml_dtypes.bfloat16, FLOAT="f4", INT32="i4"),
-    )
+    )  # fmt: skip
     return module
 
 

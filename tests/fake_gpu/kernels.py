@@ -665,21 +665,11 @@ def state_mixer(gpu: Gpu, blocks: int, k: SimpleNamespace, name: str) -> None:
 
 KERNELS: dict[str, Callable] = {
     "token_window": functools.partial(state_mixer, name="token_window"),
-    "recurrence": functools.partial(state_mixer, name="recurrence"),
-    "adapter_mask": adapter_mask,
-    "all_reduce": all_reduce,
-    "all_gather": all_gather,
-    "apply_rope": apply_rope,
-    "decode_attention": decode_attention,
-    "write_pages": write_pages,
-    "read_pages": read_pages,
-    "advance": advance,
-    "largest": largest,
-    "choose": choose,
-    "words": words,
-    "quantize_rows": quantize_rows,
-    "sort_by_expert": sort_by_expert,
-}
+    "recurrence": functools.partial(state_mixer, name="recurrence"), "adapter_mask": adapter_mask,
+    "all_reduce": all_reduce, "all_gather": all_gather, "apply_rope": apply_rope, "decode_attention": decode_attention,
+    "write_pages": write_pages, "read_pages": read_pages, "advance": advance, "largest": largest, "choose": choose,
+    "words": words, "quantize_rows": quantize_rows, "sort_by_expert": sort_by_expert,
+}  # fmt: skip
 for _unit in (2, 16):
     KERNELS[f"write_cache_{_unit}"] = functools.partial(write_cache, unit=_unit)
 for _name in re.findall(r"^GEMV\((\w+)", (files("lockstep_gpu.kernels") / "small_weights.cu").read_text(), re.M):

@@ -182,23 +182,10 @@ def tensorrt(gpu: Gpu, version: str) -> ModuleType:
 
     logger = type("ILogger", (), {"INTERNAL_ERROR": 0, "ERROR": 1, "WARNING": 2})
     vars(trt).update(
-        __version__=version,
-        DataType=KINDS,
-        TensorIOMode=MODES,
-        TensorFormat=SimpleNamespace(LINEAR="linear", HWC="hwc", CHW16="chw16"),
-        ICudaEngine=Engine,
-        IExecutionContext=Context,
-        IOutputAllocator=type("IOutputAllocator", (), {}),
-        Runtime=Runtime,
-        ILogger=logger,
-        ExecutionContextAllocationStrategy=SimpleNamespace(USER_MANAGED=2),
-        float32=KINDS.FLOAT,
-        float16=KINDS.HALF,
-        int32=KINDS.INT32,
-        int8=KINDS.INT8,
-        uint8=KINDS.UINT8,
-        bool=KINDS.BOOL,
-        bfloat16=KINDS.BF16,
-        int64=KINDS.INT64,
-    )
+        __version__=version, DataType=KINDS, TensorIOMode=MODES,
+        TensorFormat=SimpleNamespace(LINEAR="linear", HWC="hwc", CHW16="chw16"), ICudaEngine=Engine,
+        IExecutionContext=Context, IOutputAllocator=type("IOutputAllocator", (), {}), Runtime=Runtime, ILogger=logger,
+        ExecutionContextAllocationStrategy=SimpleNamespace(USER_MANAGED=2), float32=KINDS.FLOAT, float16=KINDS.HALF,
+        int32=KINDS.INT32, int8=KINDS.INT8, uint8=KINDS.UINT8, bool=KINDS.BOOL, bfloat16=KINDS.BF16, int64=KINDS.INT64,
+    )  # fmt: skip
     return trt

@@ -35,13 +35,9 @@ def build(graph, tactics="free", **changes):
         **changes,
     }
     manifest = EngineSetManifest(
-        backend="tensorrt",
-        backend_version=backend.version(),
-        builder_revision=backend.revision,
-        precision="fp16",
-        device=backend.describe_device(),
-        options=options,
-    )
+        backend="tensorrt", backend_version=backend.version(), builder_revision=backend.revision, precision="fp16",
+        device=backend.describe_device(), options=options,
+    )  # fmt: skip
     backend.start(graph.parent, manifest, ["block"])
     built = backend.build(graph, graph.parent / "block.engine", options)
     return {**backend.finish(["block"]), **built.about, "note": built.note}

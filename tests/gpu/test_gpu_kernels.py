@@ -213,18 +213,10 @@ class Rows:
 
 def decoding(dtype="float16", query_dtype=None, group=1, kv_heads=2, dim=128, value_dim=None, **options):
     return {
-        "dtype": dtype,
-        "query_dtype": query_dtype or dtype,
-        "heads": group * kv_heads,
-        "kv_heads": kv_heads,
-        "head_dim": dim,
-        "value_dim": value_dim or dim,
-        "wide": False,
-        "window": 0,
-        "softcap": 0.0,
-        "separate_rope": False,
-        **options,
-    }
+        "dtype": dtype, "query_dtype": query_dtype or dtype, "heads": group * kv_heads, "kv_heads": kv_heads,
+        "head_dim": dim, "value_dim": value_dim or dim, "wide": False, "window": 0, "softcap": 0.0,
+        "separate_rope": False, **options,
+    }  # fmt: skip
 
 
 LENGTHS = [1, 63, 0, 64, 65, 500], [500, 2, 129, 0, 16, 17]  # 0: the row does not decode

@@ -31,12 +31,9 @@ def test_products_of_e4m3_for_any_number_of_rows(sizes, in_features):
     outs = [device.up(np.zeros((ROWS, size), np.float16)) for size in sizes]
     quantized = QuantizedRows(device.up(x.view(np.uint8)), device.up(steps))
     multiply = Fp8Gemm(device.stream, np.dtype(np.float16)).bind(
-        device.up(weight.view(np.uint8)),
-        device.up(scales),
-        device.up(np.zeros((ROWS, in_features), "f2")),
-        outs,
+        device.up(weight.view(np.uint8)), device.up(scales), device.up(np.zeros((ROWS, in_features), "f2")), outs,
         quantized,
-    )
+    )  # fmt: skip
     scale = np.outer(steps, scales)
     expected = (x.astype(np.float64) @ weight.astype(np.float64).T) * scale
     magnitudes = np.abs(x.astype(np.float32)) @ np.abs(weight.astype(np.float32)).T * scale

@@ -50,15 +50,12 @@ class TritonServer:
         self.python = environment / "bin" / "python"
         self.process = subprocess.Popen(
             [root / "bin" / "tritonserver", *(f"--{name}={value}" for name, value in options.items())],
-            stdout=self._log.open("wb"),
-            stderr=subprocess.STDOUT,
+            stdout=self._log.open("wb"), stderr=subprocess.STDOUT,
             env={
-                **os.environ,
-                "PATH": f"{environment / 'bin'}:{os.environ['PATH']}",
-                "LD_LIBRARY_PATH": f"{libraries}:{packages / 'nvidia_pytriton.libs'}",
-                "LOCKSTEP_THREADS": "1",
+                **os.environ, "PATH": f"{environment / 'bin'}:{os.environ['PATH']}",
+                "LD_LIBRARY_PATH": f"{libraries}:{packages / 'nvidia_pytriton.libs'}", "LOCKSTEP_THREADS": "1",
             },
-        )
+        )  # fmt: skip
         end = time.monotonic() + STARTS
         while not self.is_ready():
             if self.process.poll() is not None or time.monotonic() > end:

@@ -227,12 +227,8 @@ def test_a_full_queue_refuses_what_does_not_fit(references: Results, tmp_path: P
 
 def test_options_and_one_response_a_request(references: Results, tmp_path: Path) -> None:
     options = [
-        "--not-decoupled",
-        "--set",
-        "batch_scheduler_policy=max_utilization",
-        "--set",
-        "enable_kv_cache_reuse=false",
-    ]
+        "--not-decoupled", "--set", "batch_scheduler_policy=max_utilization", "--set", "enable_kv_cache_reuse=false",
+    ]  # fmt: skip
     with start(references, tmp_path, *options) as triton:
         assert triton.generate("ensemble", **CURL)["text_output"].startswith(CURL["text_input"])
         body = {"inputs": [{"name": "text_input", "datatype": "BYTES", "shape": [1, 1], "data": [CURL["text_input"]]}]}

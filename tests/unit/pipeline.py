@@ -56,12 +56,9 @@ def run_validate(
     arguments = {
         "assembly_json": results.assembly(target.model, target.precision),
         "weights_json": results.weights(target.model, target.precision),
-        "checkpoint_json": results.checkpoint(target.model),
-        "layers": target.layers,
-        "tolerance": tolerances,
-        "max_seq_len": max_seq_len,
-        "out": folder / "validate.json",
-    }
+        "checkpoint_json": results.checkpoint(target.model), "layers": target.layers, "tolerance": tolerances,
+        "max_seq_len": max_seq_len, "out": folder / "validate.json",
+    }  # fmt: skip
     return read_json(validate.run(**{**arguments, **changes}))
 
 
@@ -75,11 +72,7 @@ def run_golden(
         "assembly_json": results.assembly(target.model, target.precision),
         "weights_json": results.weights(target.model, target.precision),
         "engines_json": results.engines(target.model, target.precision, target.backend),
-        "reference_json": results.reference_of(target.model, target.precision, target.layers),
-        "target": target,
-        "tolerance": tolerances,
-        "limits": limits,
-        "out": folder / "golden.json",
-        "speed_out": folder / "speed.json",
-    }
+        "reference_json": results.reference_of(target.model, target.precision, target.layers), "target": target,
+        "tolerance": tolerances, "limits": limits, "out": folder / "golden.json", "speed_out": folder / "speed.json",
+    }  # fmt: skip
     return read_json(check_engines(**{**arguments, **changes}))

@@ -39,12 +39,8 @@ def golden_prompt(text: str = "A", **options: Any) -> GoldenPrompt:
 
 def golden(target: Target, *prompts: GoldenPrompt, **options: Any) -> GoldenReport:
     passed: dict[str, Any] = {
-        "result": PASS,
-        "engine_digest": DIGEST,
-        "tolerance": 0.5,
-        "logit_noise": 0.1,
-        "max_logit_error": 0.0,
-    }
+        "result": PASS, "engine_digest": DIGEST, "tolerance": 0.5, "logit_noise": 0.1, "max_logit_error": 0.0,
+    }  # fmt: skip
     passed["positions"] = (PositionError(3, 0.25, 0.1, 0.5), PositionError(7, None, 0.1, 0.5))
     return GoldenReport(target=target, prompts=prompts, long_prompt=None, **{**passed, **options})
 

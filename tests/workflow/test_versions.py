@@ -31,13 +31,10 @@ def test_the_oldest_snakemake_plans_runs_and_judges_by_content(fresh: Checkout) 
 
     def snakemake(*arguments: str) -> str:
         process = subprocess.run(
-            [sys.executable, "-m", "snakemake", *arguments],
-            cwd=fresh.folder,
-            env={**fresh.environment(), "PYTHONPATH": os.pathsep.join([folder, str(fresh.folder / "src")])},
-            text=True,
-            capture_output=True,
-            timeout=TIMEOUT,
-        )
+            [sys.executable, "-m", "snakemake", *arguments], cwd=fresh.folder,
+            env={**fresh.environment(), "PYTHONPATH": os.pathsep.join([folder, str(fresh.folder / "src")])}, text=True,
+            capture_output=True, timeout=TIMEOUT,
+        )  # fmt: skip
         assert process.returncode == 0, failure(process)
         return process.stdout + process.stderr
 

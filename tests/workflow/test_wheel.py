@@ -77,12 +77,9 @@ def test_the_wheel_holds_the_package_the_workflow_and_nothing_else(wheel: Path) 
     data = f"lockstep_engines-{__version__}.data/data/share/lockstep/"
     workflow = {name.removeprefix(data) for name in names if name.startswith(data)}
     needed = {
-        "Snakefile",
-        "workflow/Snakefile",
-        "config/config.yaml",
-        "envs/requirements.txt",
+        "Snakefile", "workflow/Snakefile", "config/config.yaml", "envs/requirements.txt",
         "profiles/default/config.yaml",
-    }
+    }  # fmt: skip
     needed |= {path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "workflow" / "rules").iterdir()}
     needed |= {path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "workflow" / "scripts").glob("*.py")}
     assert needed <= workflow and not any(name.startswith(("tests", "docs", "src")) for name in workflow)

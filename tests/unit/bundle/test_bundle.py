@@ -77,12 +77,9 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def says(path: Path, weights: Path | None = None) -> str:
     with opened(path, weights) as place:
         model = Model.open(
-            place.engines,
-            place.assembly,
-            place.weights,
-            place.target.layers,
+            place.engines, place.assembly, place.weights, place.target.layers,
             ModelOptions(max_batch_size=1, max_seq_len=place.limits.max_seq_len),
-        )
+        )  # fmt: skip
         tokenizer = Tokenizer.open(place.assembly)
     return "".join(piece.text for piece in generate(model, tokenizer, [PROMPT], 16))
 

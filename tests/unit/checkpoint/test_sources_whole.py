@@ -76,12 +76,9 @@ def run(folder: Path, graphs: Results, name: str = "relative/checkpoint") -> tup
 def tokens(results: Results) -> list[int]:
     assembly = results.assembly("m", "fp32")
     model = Model.open(
-        results.engines("m", "fp32", "onnxruntime"),
-        assembly,
-        results.weights("m", "fp32"),
-        "all",
+        results.engines("m", "fp32", "onnxruntime"), assembly, results.weights("m", "fp32"), "all",
         ModelOptions(max_batch_size=1, max_seq_len=64),
-    )
+    )  # fmt: skip
     generation = generate(model, Tokenizer.open(assembly), [PROMPT], NEW)
     list(generation)
     return generation.tokens[0]

@@ -72,12 +72,9 @@ KEPT = "finished results are kept, run the same command to go on\n"
 def started(script: str, *arguments: str, ready: Path, **options) -> subprocess.Popen:
     """A process of `script`, as soon as it has made the file `ready`."""
     process = subprocess.Popen(
-        [sys.executable, "-c", script, str(ready), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,
-    )
+        [sys.executable, "-c", script, str(ready), *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, **options,
+    )  # fmt: skip
     end = time.monotonic() + 60
     while not ready.exists():
         assert process.poll() is None and time.monotonic() < end, process.communicate()

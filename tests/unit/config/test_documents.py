@@ -14,26 +14,21 @@ from lockstep.errors import InputError
 
 PITFALLS = {
     "key twice": (
-        b"a:\n  x: 1\n  y: 2\n  x: 3\n",
-        ":4: expected YAML; found the key 'x' twice in one mapping, first in line 2",
+        b"a:\n  x: 1\n  y: 2\n  x: 3\n", ":4: expected YAML; found the key 'x' twice in one mapping, first in line 2",
     ),
     "key twice at the top": (
-        b"a: 1\na: 1\n",
-        ":2: expected YAML; found the key 'a' twice in one mapping, first in line 1",
+        b"a: 1\na: 1\n", ":2: expected YAML; found the key 'a' twice in one mapping, first in line 1",
     ),
     "key twice inline": (
-        b"a: {x: 1, x: 1}\n",
-        ":1: expected YAML; found the key 'x' twice in one mapping, first in line 1",
+        b"a: {x: 1, x: 1}\n", ":1: expected YAML; found the key 'x' twice in one mapping, first in line 1",
     ),
     "equal keys written differently": (
-        b"16: a\n0x10: b\n",
-        ":2: expected YAML; found the key '16' twice in one mapping, first in line 1",
+        b"16: a\n0x10: b\n", ":2: expected YAML; found the key '16' twice in one mapping, first in line 1",
     ),
     "list as a key": (b"? [a]\n: 1\n", ":1: expected YAML; found a list or mapping as a key"),
     "tab": (b"a:\n\tb: 1\n", ":2: expected YAML; found a tab: indent with spaces"),
     "indentation": (
-        b"a:\n   b: 1\n  c: 2\n",
-        ":3: expected YAML; found a line that is indented differently from those around it",
+        b"a:\n   b: 1\n  c: 2\n", ":3: expected YAML; found a line that is indented differently from those around it",
     ),
     "list not closed": (b"a: [1, 2\nb: 3\n", ":2: expected YAML; found a list without its ]"),
     "mapping not closed": (b"a: {b: 2\nb: 3\n", ":2: expected YAML; found a mapping without its }"),
@@ -46,21 +41,18 @@ PITFALLS = {
     "two documents": (b"a: 1\n---\nb: 2\n", ":2: expected YAML; found a second document (---): keep one"),
     "alias of nothing": (b"a: *b\n", ":1: expected YAML; found undefined alias 'b'"),
     "impossible date": (
-        b"a: 1\nb: 2024-13-45\n",
-        ":2: expected YAML; found '2024-13-45', which is no timestamp; put text in quotes",
+        b"a: 1\nb: 2024-13-45\n", ":2: expected YAML; found '2024-13-45', which is no timestamp; put text in quotes",
     ),
     "number of 5000 digits": (
-        b"a: " + b"9" * 5000,
-        f":1: expected YAML; found '{'9' * 40}', which is no int; put text in quotes",
+        b"a: " + b"9" * 5000, f":1: expected YAML; found '{'9' * 40}', which is no int; put text in quotes",
     ),
     "python object": (
-        b"a: !!python/name:os.system x\n",
-        ":1: expected YAML; found a tag (!), which a config has none of",
+        b"a: !!python/name:os.system x\n", ":1: expected YAML; found a tag (!), which a config has none of",
     ),
     "not UTF-8": (b"a: 1\nb: \xff\n", ":2: expected UTF-8 text; found byte 0xff"),
     "binary": (b"a: 1\n\x00\x01", ":2: expected YAML; found character U+0000, which YAML does not allow"),
     "too deep": (b"[" * 5000, ": expected a config; found lists or mappings nested too deeply"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("data", "expected"), PITFALLS.values(), ids=PITFALLS)

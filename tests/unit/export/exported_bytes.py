@@ -27,19 +27,14 @@ ROPES: dict[str, dict[str, Any]] = {
     "dynamic": {"factor": 3.0},
     "yarn": {"factor": 3.0, "original_max_position_embeddings": 2048},
     "llama3": {
-        "factor": 3.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 2048,
+        "factor": 3.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 2048,
     },
     "longrope": {
-        "factor": 3.0,
-        "short_factor": [1.0 + n / 7 for n in range(48)],
-        "long_factor": [1.0 + n / 3 for n in range(48)],
-        "original_max_position_embeddings": 2048,
+        "factor": 3.0, "short_factor": [1.0 + n / 7 for n in range(48)],
+        "long_factor": [1.0 + n / 3 for n in range(48)], "original_max_position_embeddings": 2048,
     },
     "proportional": {"partial_rotary_factor": 0.5},
-}
+}  # fmt: skip
 PARTIAL = {"model_type": "stablelm", "hidden_size": 96, "partial_rotary_factor": 0.5}
 # Of these, torch's own `pow` gave other bits with AVX2 than without for six.
 PAIRS = [

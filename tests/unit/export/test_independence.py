@@ -144,30 +144,20 @@ def test_a_rope_that_reads_the_longest_position_is_refused(monkeypatch):
 
 def longrope(**options):
     return {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "short_factor": [1.0 + 0.1 * i for i in range(6)],
-        "long_factor": [2.0 + i for i in range(6)],
-        **options,
-    }
+        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0 + 0.1 * i for i in range(6)],
+        "long_factor": [2.0 + i for i in range(6)], **options,
+    }  # fmt: skip
 
 
 PHI3 = {
-    **FAMILIES["phi3"].config,
-    "sliding_window": None,
-    "num_hidden_layers": 1,
-    "original_max_position_embeddings": 32,
+    **FAMILIES["phi3"].config, "sliding_window": None, "num_hidden_layers": 1, "original_max_position_embeddings": 32,
     "rope_parameters": longrope(),
-}
+}  # fmt: skip
 PHIMOE = {
-    **FAMILIES["phi3"].config,
-    "model_type": "phimoe",
-    "sliding_window": None,
-    "num_hidden_layers": 1,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
+    **FAMILIES["phi3"].config, "model_type": "phimoe", "sliding_window": None, "num_hidden_layers": 1,
+    "num_local_experts": 4, "num_experts_per_tok": 2,
     "rope_parameters": longrope(original_max_position_embeddings=32, short_mscale=1.1, long_mscale=1.3),
-}
+}  # fmt: skip
 LLAMA4 = {**FAMILIES["llama4_text"].config, "num_hidden_layers": 4, "floor_scale": 16}
 DYNAMIC = {**LLAMA, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}
 

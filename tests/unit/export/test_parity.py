@@ -100,13 +100,10 @@ UNCAPPED = replace_constant(
     lambda array: is_float(array, CONFIG["attn_logit_softcapping"]), lambda array: array * np.float32(20)
 )
 GRAPH_FAULTS = {
-    "scale off by 5 %": SCALED,
-    "mask dropped": mask_dropped,
-    "rotary dropped": NO_ROTARY,
-    "positions off by one": change_input("position_ids", "Add", 1),
-    "window wider by one": WIDER,
+    "scale off by 5 %": SCALED, "mask dropped": mask_dropped, "rotary dropped": NO_ROTARY,
+    "positions off by one": change_input("position_ids", "Add", 1), "window wider by one": WIDER,
     "cap lifted": UNCAPPED,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [PREFILL, pytest.param(DECODE, marks=pytest.mark.long)])

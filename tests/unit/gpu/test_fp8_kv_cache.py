@@ -69,16 +69,9 @@ def kernels(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kernels")
     (folder / "kernels.cpp").write_text(SOURCE)
     sizes = {
-        "DIM": DIM,
-        "VALUE_DIM": VALUE_DIM,
-        "KV_HEADS": HEADS,
-        "PAGE": 64,
-        "THREADS": 128,
-        "WIDE": 1,
-        "SEPARATE": 0,
-        "GROUP": 2,
-        "QK_KIND": 0,
-    }
+        "DIM": DIM, "VALUE_DIM": VALUE_DIM, "KV_HEADS": HEADS, "PAGE": 64, "THREADS": 128, "WIDE": 1, "SEPARATE": 0,
+        "GROUP": 2, "QK_KIND": 0,
+    }  # fmt: skip
     options = ["-std=c++17", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", "-Wl,-Bsymbolic"]
     options += [f"-D{name}={size}" for name, size in sizes.items()]
     command = [COMPILER, *options, f"-I{TESTS}", f"-I{KERNELS}", "kernels.cpp", "-o", "kernels.so"]

@@ -99,13 +99,9 @@ def test_rows_attend_to_what_their_pages_hold(tmp_path, kv_heads, group, sizes, 
     counters = np.zeros(groups, np.int32)
     kernel = ctypes.CDLL(str(tmp_path / "kernel.so")).run
     kernel(
-        shares,
-        count,
-        *map(address, (*arrays, paged.table)),
-        paged.pages_per_row,
-        scale,
+        shares, count, *map(address, (*arrays, paged.table)), paged.pages_per_row, scale,
         *map(address, (*scratch, counters)),
-    )
+    )  # fmt: skip
     with_rope = paged.with_rope(paged.query, positions, is_key=False)
     keys = paged.with_rope(paged.key, positions, is_key=True).astype(spec.dtype)
     numbers = [heads_of(cache) for cache in caches] if spec.fp8 else caches

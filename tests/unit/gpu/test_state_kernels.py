@@ -58,15 +58,9 @@ def compiled(spec: StateKernelSpec, folder: Path) -> ctypes.CDLL:
     (folder / "kernel.cpp").write_text(HEAD + '#include "state_mixers.cu"\n' + TAIL)
     sizes = {"BLOCK_THREADS": THREADS, "THREADS": THREADS, "WIDE": 1, **spec.sizes}
     flags = [
-        "-std=c++17",
-        "-O1",
-        "-w",
-        "-shared",
-        "-fPIC",
-        f"-I{TESTS}",
-        f"-I{KERNELS}",
+        "-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{TESTS}", f"-I{KERNELS}",
         *(f"-D{key}={size}" for key, size in sizes.items()),
-    ]
+    ]  # fmt: skip
     done = subprocess.run(
         [COMPILER, *flags, "kernel.cpp", "-o", "kernel.so"], cwd=folder, capture_output=True, text=True
     )

@@ -151,12 +151,9 @@ def test_the_tables_turn_as_transformers_does(cut, tmp_path) -> None:
 )
 def test_numbers_below_the_smallest_normal_one_are_no_other_numbers(tmp_path, sizes, factor, positions) -> None:
     rope = {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 1.0,
-        "original_max_position_embeddings": 65536,
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 1.0, "original_max_position_embeddings": 65536,
         "attention_factor": factor,
-    }
+    }  # fmt: skip
     config = {
         **FAMILIES["llama"].config, **sizes, "dtype": "float16", "num_hidden_layers": 1,
         "max_position_embeddings": 65536, "rope_parameters": rope,

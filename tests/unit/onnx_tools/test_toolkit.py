@@ -47,27 +47,15 @@ SAME = {
 }
 # Those whose graphs have other inputs, or are no graphs that a library computes, are proven where those are made.
 ELSEWHERE = {
-    "AddLora": "test_adapters.py",
-    "ChosenExperts": "test_row_kernels.py",
-    "CutRope": "test_rope.py",
-    "DropCasts": "test_cuda.py",
-    "ExpandWeights": "test_openvino.py",
-    "ExpertProducts": "test_cuda.py",
-    "ExposeChoices": "test_routing.py",
-    "FewExperts": "test_cuda.py",
-    "FuseProjections": "test_fuse_projections.py",
-    "GroupExperts": "test_experts.py",
-    "GroupedAttention": "test_fused_nodes.py",
-    "IdsAsMask": "test_adapter_rows.py",
-    "InParts": "test_row_kernels.py",
-    "Int8Products": "test_quantization.py",
-    "JoinSums": "test_tensor_parallel.py",
-    "PlainProducts": "test_openvino.py",
-    "QuantizeWeights": "test_quantization.py",
-    "RoundValues": "test_noisy_graph.py",
-    "ShrinkInRows": "test_adapter_rows.py",
+    "AddLora": "test_adapters.py", "ChosenExperts": "test_row_kernels.py", "CutRope": "test_rope.py",
+    "DropCasts": "test_cuda.py", "ExpandWeights": "test_openvino.py", "ExpertProducts": "test_cuda.py",
+    "ExposeChoices": "test_routing.py", "FewExperts": "test_cuda.py", "FuseProjections": "test_fuse_projections.py",
+    "GroupExperts": "test_experts.py", "GroupedAttention": "test_fused_nodes.py", "IdsAsMask": "test_adapter_rows.py",
+    "InParts": "test_row_kernels.py", "Int8Products": "test_quantization.py", "JoinSums": "test_tensor_parallel.py",
+    "PlainProducts": "test_openvino.py", "QuantizeWeights": "test_quantization.py",
+    "RoundValues": "test_noisy_graph.py", "ShrinkInRows": "test_adapter_rows.py",
     "WithoutAdapters": "test_adapter_rows.py",
-}
+}  # fmt: skip
 
 
 def assert_same(before: onnx.ModelProto, after: onnx.ModelProto) -> None:

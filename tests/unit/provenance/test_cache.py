@@ -102,12 +102,9 @@ def graphs(demo: Results, folder: Path) -> Path:
 def test_an_engine_set_takes_the_place_of_an_earlier_one(demo: Results, tmp_path: Path, cache: Cache) -> None:
     def build(folder: Path, make) -> None:
         step = Job(
-            "build",
-            {"model": "m", "precision": "fp16", "backend": "onnxruntime"},
-            {"assembly": assembly},
-            {},
+            "build", {"model": "m", "precision": "fp16", "backend": "onnxruntime"}, {"assembly": assembly}, {},
             folder / "engines.json",
-        )
+        )  # fmt: skip
         stage.run(step, make or (lambda: builder.build(assembly, "onnxruntime", step.output)), cache=str(cache.folder))
 
     assembly = graphs(demo, tmp_path)

@@ -148,15 +148,11 @@ def test_an_untouched_tree_is_the_same(copy: Results) -> None:
 
 
 FILES = (
-    "demo-llama/checkpoint.json",
-    "demo-llama/fp16/weights.json",
-    "demo-llama/fp16/graphs/assembly.json",
-    "demo-llama/fp16/graphs/middle.onnx",
-    "demo-llama/fp16/graphs/tokenizer.json",
-    "demo-llama/fp16/engines/onnxruntime/engines.json",
-    "demo-llama/fp16/engines/onnxruntime/middle.onnx",
+    "demo-llama/checkpoint.json", "demo-llama/fp16/weights.json", "demo-llama/fp16/graphs/assembly.json",
+    "demo-llama/fp16/graphs/middle.onnx", "demo-llama/fp16/graphs/tokenizer.json",
+    "demo-llama/fp16/engines/onnxruntime/engines.json", "demo-llama/fp16/engines/onnxruntime/middle.onnx",
     "demo-llama/fp16/engines/onnxruntime/engines.statement.json",
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -57,12 +57,9 @@ DESCRIPTOR = {
 
 def fields(required: list[str], **properties: dict) -> dict:
     return {
-        "type": "object",
-        "required": required,
-        "properties": properties,
-        "patternProperties": OWN,
+        "type": "object", "required": required, "properties": properties, "patternProperties": OWN,
         "additionalProperties": False,
-    }
+    }  # fmt: skip
 
 
 SCHEMA = {

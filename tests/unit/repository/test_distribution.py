@@ -40,13 +40,10 @@ OTHER_PROJECT = re.compile(
 @pytest.mark.parametrize(
     "line",
     [
-        "pip install 'lockstep[grammar]'",
-        "pip install lockstep",
-        "uv pip install lockstep==0.1",
-        "./lockstep-0.1.0.whl",
-        'pip install "lockstep-engines[serve]"',
+        "pip install 'lockstep[grammar]'", "pip install lockstep", "uv pip install lockstep==0.1",
+        "./lockstep-0.1.0.whl", 'pip install "lockstep-engines[serve]"',
     ],
-)
+)  # fmt: skip
 def test_the_pattern_sees_another_project(line: str) -> None:
     assert OTHER_PROJECT.search(line)
     assert not OTHER_PROJECT.search('pip install ".[serve]"') and not OTHER_PROJECT.search("./lockstep_engines-0.1.whl")

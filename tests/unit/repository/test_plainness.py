@@ -8,13 +8,9 @@ from plainness import count
 
 ROOT = Path(__file__).parents[3]
 LIMITS = {
-    "tuple assignment": 0.2,
-    "condition": 7,
-    "nested condition": 0.5,
-    "heavy comprehension": 0.3,
-    "name": 0.8,
+    "tuple assignment": 0.2, "condition": 7, "nested condition": 0.5, "heavy comprehension": 0.3, "name": 0.8,
     "dialect": 0.9,
-}
+}  # fmt: skip
 LIMITS_OF_TESTS = {"tuple assignment": 1, "nested condition": 1.7, "heavy comprehension": 1.5, "name": 1, "dialect": 2}
 PACKAGES = sorted(str(file.parent.relative_to(ROOT)) for file in (ROOT / "src").rglob("__init__.py"))
 

@@ -27,12 +27,9 @@ def tiny(shared):
 
 def open_model(tiny, precision="fp32", layers="all", **limits):
     return Model.open(
-        tiny.engines("tiny", precision, "onnxruntime"),
-        tiny.assembly("tiny", precision),
-        tiny.weights("tiny", precision),
-        layers,
-        ModelOptions(**{"max_batch_size": 4, "max_seq_len": 256} | limits),
-    )
+        tiny.engines("tiny", precision, "onnxruntime"), tiny.assembly("tiny", precision),
+        tiny.weights("tiny", precision), layers, ModelOptions(**{"max_batch_size": 4, "max_seq_len": 256} | limits),
+    )  # fmt: skip
 
 
 def tokens(count, seed=0):

@@ -224,8 +224,7 @@ def test_what_a_template_says_of_the_messages_is_the_line() -> None:
 HOSTILE = {
     "a loop without an end": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "a power": "{% set n = messages | length %}{{ (n + 9) ** 999999999 }}",
-    "a power when it is compiled": "{{ 9 ** 999999999 }}",
-    "a long text when it is compiled": "{{ 'x' * 99999999999 }}",
+    "a power when it is compiled": "{{ 9 ** 999999999 }}", "a long text when it is compiled": "{{ 'x' * 99999999999 }}",
     "a long text": "{{ messages[0].role * 9999999999 }}",
     "a long text in pieces": "{% for a in range(99999) %}{{ messages[0].role * 999 }}{% endfor %}",
     "a large range": "{{ range(10 ** 9) | list }}",
@@ -233,11 +232,9 @@ HOSTILE = {
     "attributes": "{{ messages.__class__.__mro__[1].__subclasses__() }}",
     "attributes of a namespace": "{{ namespace(__class__=1) }}",
     "a format string": "{{ '{0.__class__.__init__.__globals__}'.format(raise_exception) }}",
-    "a change of the messages": "{{ messages.append(1) }}",
-    "another template": "{% include '/etc/passwd' %}",
-    "no syntax": "{% for message in %}",
-    "an unknown tag": "{% exec 'x' %}",
-}
+    "a change of the messages": "{{ messages.append(1) }}", "another template": "{% include '/etc/passwd' %}",
+    "no syntax": "{% for message in %}", "an unknown tag": "{% exec 'x' %}",
+}  # fmt: skip
 
 
 ALWAYS = ("a loop without an end", "attributes", "no syntax")

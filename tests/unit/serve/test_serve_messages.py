@@ -49,11 +49,8 @@ def client(server: RealServer) -> Iterator[openai.OpenAI]:
 
 def send(server: RealServer, path: str, body: dict[str, Any], key: str = "a-key") -> tuple[int, bytes]:
     headers = {
-        "x-api-key": key,
-        "Authorization": f"Bearer {key}",
-        "anthropic-version": "2023-06-01",
-        "X-Request-Id": "mine",
-    }
+        "x-api-key": key, "Authorization": f"Bearer {key}", "anthropic-version": "2023-06-01", "X-Request-Id": "mine",
+    }  # fmt: skip
     status, _, data = server.request("POST", path, body, headers)
     return status, data
 
@@ -321,8 +318,7 @@ def test_a_response_with_reasoning_and_a_form(client: openai.OpenAI) -> None:
 
 # What Codex CLI sends (codex-rs/codex-api/src/common.rs and codex-rs/tools/src/tool_spec.rs of openai/codex).
 CODEX: dict[str, Any] = {
-    "model": "scripted",
-    "instructions": "You are a coding agent.",
+    "model": "scripted", "instructions": "You are a coding agent.",
     "input": [
         {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "<permissions>"}]},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": prompt(ANSWERS[310])}]},
@@ -331,22 +327,17 @@ CODEX: dict[str, Any] = {
         {**FLAT[0], "strict": False},
         {**FLAT[1], "strict": False},
         {"type": "web_search", "external_web_access": False},
-        {"type": "custom", "name": "apply_patch", "description": "Edit files.",
-         "format": {"type": "grammar", "syntax": "lark", "definition": "start: /.*/"}},
+        {
+            "type": "custom", "name": "apply_patch", "description": "Edit files.",
+            "format": {"type": "grammar", "syntax": "lark", "definition": "start: /.*/"},
+        },
         {"type": "namespace", "name": "mcp__files", "description": "Files.", "tools": [FLAT[0]]},
         {"type": "tool_search", "execution": "client", "description": "Find tools.", "parameters": {"type": "object"}},
         {"type": "image_generation", "output_format": "png"},
     ],
-    "tool_choice": "auto",
-    "parallel_tool_calls": False,
-    "reasoning": {"effort": "medium", "summary": "auto"},
-    "store": False,
-    "stream": True,
-    "include": ["reasoning.encrypted_content"],
-    "service_tier": "priority",
-    "prompt_cache_key": "019a-7c",
-    "text": {"verbosity": "low"},
-    "client_metadata": {"x-codex-installation-id": "a"},
+    "tool_choice": "auto", "parallel_tool_calls": False, "reasoning": {"effort": "medium", "summary": "auto"},
+    "store": False, "stream": True, "include": ["reasoning.encrypted_content"], "service_tier": "priority",
+    "prompt_cache_key": "019a-7c", "text": {"verbosity": "low"}, "client_metadata": {"x-codex-installation-id": "a"},
 }  # fmt: skip
 
 

@@ -98,12 +98,9 @@ def steps(report: BisectReport, part: str) -> MeasuredOutput:
 
 def follow(results: Results, right, precision: str = "fp32") -> BisectReport:
     return run.bisect(
-        results,
-        Target("demo-llama", precision, LAYERS, "onnxruntime"),
-        TOLERANCES[precision],
-        prompt=PROMPT,
+        results, Target("demo-llama", precision, LAYERS, "onnxruntime"), TOLERANCES[precision], prompt=PROMPT,
         torch_run=right(precision),
-    )
+    )  # fmt: skip
 
 
 # --- faults: each changes the node that makes `output` ---

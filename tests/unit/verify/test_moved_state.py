@@ -26,26 +26,17 @@ from lockstep.verify.golden.terms import GoldenTerms
 MODEL = "demo-llama"
 BACKEND = "onnxruntime"
 SCENARIOS = [
-    "copies for n choices",
-    "swapped out and back",
-    "a reused prefix",
-    "slots of cancelled requests",
+    "copies for n choices", "swapped out and back", "a reused prefix", "slots of cancelled requests",
     "the last pages of the cache",
-]
+]  # fmt: skip
 
 
 def opened(results: Results, reference: Path | None = None, **limits: int) -> GoldenCheck:
     return GoldenCheck(
-        results.assembly(MODEL, "fp32"),
-        results.weights(MODEL, "fp32"),
-        results.engines(MODEL, "fp32", BACKEND),
-        reference or results.reference(MODEL, 2),
-        Target(MODEL, "fp32", 2, BACKEND),
-        TOLERANCES["fp32"],
-        replace(LIMITS, **limits),
-        (),
-        None,
-    )
+        results.assembly(MODEL, "fp32"), results.weights(MODEL, "fp32"), results.engines(MODEL, "fp32", BACKEND),
+        reference or results.reference(MODEL, 2), Target(MODEL, "fp32", 2, BACKEND), TOLERANCES["fp32"],
+        replace(LIMITS, **limits), (), None,
+    )  # fmt: skip
 
 
 def moved(check: GoldenCheck) -> dict[str, Any]:

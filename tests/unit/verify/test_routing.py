@@ -31,16 +31,8 @@ from some import some
 pytestmark = pytest.mark.exports
 
 MIXTURES = (
-    "mixtral",
-    "qwen2_moe",
-    "qwen3_moe",
-    "phimoe",
-    "dots1",
-    "deepseek_v3",
-    "gpt_oss",
-    "nemotron_h",
-    "llama4_text",
-)
+    "mixtral", "qwen2_moe", "qwen3_moe", "phimoe", "dots1", "deepseek_v3", "gpt_oss", "nemotron_h", "llama4_text",
+)  # fmt: skip
 LIMITS = Limits(4, 64, 128, 256)
 TERMS = GoldenTerms(8, ("San Francisco is a", "1 2 3 4"), 70)
 

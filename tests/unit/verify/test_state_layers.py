@@ -278,16 +278,10 @@ def test_states_lie_beside_blocks_of_tensorrt(shared, tmp_path, family, precisio
 def test_the_hidden_state_of_layers_with_two_mixers_is_the_residual_stream():
     """Granite 4 H scales its embedding before the first layer, and that is still the stream."""
     config = {
-        **families.FAMILIES["bamba"].config,
-        "model_type": "granitemoehybrid",
-        "num_hidden_layers": 2,
-        "layer_types": ["mamba", "attention"],
-        "shared_intermediate_size": 32,
-        "num_local_experts": 2,
-        "num_experts_per_tok": 1,
-        "mamba_expand": 2,
-        "embedding_multiplier": 12.0,
-    }
+        **families.FAMILIES["bamba"].config, "model_type": "granitemoehybrid", "num_hidden_layers": 2,
+        "layer_types": ["mamba", "attention"], "shared_intermediate_size": 32, "num_local_experts": 2,
+        "num_experts_per_tok": 1, "mamba_expand": 2, "embedding_multiplier": 12.0,
+    }  # fmt: skip
     _, assembly = assemble(meta_model(config, "fp32"), config, "fp32")
     for name, graph in assembly.classes.items():
         for io in [io for io in graph.signature.outputs if io.name == "hidden_out"]:

@@ -73,13 +73,10 @@ def adapted_results(shared: Shared, base: str) -> tuple[Results, str]:
         for name, adapter_prompts in CONFIG.adapter_prompts("demo-lora").items():
             prompts[name] = tuple(prompt.text for prompt in adapter_prompts)
         make_reference(
-            results.checkpoint("model"),
-            "all",
-            GoldenTerms(12, adapted={**prompts, "random": ("Light",)}),
-            results.quantized_adapted_reference("model", precision, "all"),
-            results.weights("model", precision),
+            results.checkpoint("model"), "all", GoldenTerms(12, adapted={**prompts, "random": ("Light",)}),
+            results.quantized_adapted_reference("model", precision, "all"), results.weights("model", precision),
             results.adapters("model"),
-        )
+        )  # fmt: skip
 
     return Results(shared.folder(f"lora-quantized/{base}", make)), precision
 
@@ -87,17 +84,13 @@ def adapted_results(shared: Shared, base: str) -> tuple[Results, str]:
 def checked(results: Results, precision: str, out: Path) -> AdaptedReport:
     return AdaptedReport.load(
         check(
-            results.assembly("model", precision),
-            results.weights("model", precision),
-            results.engines("model", precision, "onnxruntime"),
-            results.adapters("model"),
+            results.assembly("model", precision), results.weights("model", precision),
+            results.engines("model", precision, "onnxruntime"), results.adapters("model"),
             results.quantized_adapted_reference("model", precision, "all"),
-            Target("model", precision, "all", "onnxruntime"),
-            CONFIG.tolerance("demo-lora", precision, "onnxruntime"),
-            Limits(**LIMITS),
-            out,
-        )
-    )
+            Target("model", precision, "all", "onnxruntime"), CONFIG.tolerance("demo-lora", precision, "onnxruntime"),
+            Limits(**LIMITS), out,
+        ),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("base", some(["w4a16", "w8a16", "gptq"]))

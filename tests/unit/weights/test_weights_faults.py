@@ -49,12 +49,9 @@ def big_checkpoint(folder: Path, megabytes: int, fill: float = 0.5) -> Path:
 
 def start(code: str, *arguments: object, **options) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", code, *map(str, arguments)], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         **options,
-    )
+    )  # fmt: skip
 
 
 def start_and_stop(num_bytes: int, *arguments: object) -> subprocess.Popen:
