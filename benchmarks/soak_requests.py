@@ -64,7 +64,7 @@ def slow_grammar(model: str, number: int) -> Sent:
     """Return a request whose grammar takes tens of milliseconds to compile."""
     names = [f"a{number}b{other}" for other in range(800)]
     schema = {**_SCHEMA, "properties": {name: {"type": "integer"} for name in names}, "required": names}
-    body = {"model": model, "prompt": _TEXTS[0], "max_tokens": 8, "guided_json": schema}
+    body = {"model": model, "prompt": _TEXTS[0], "max_tokens": 8, "structured_outputs": {"json": schema}}
     return Sent("grammar", "/v1/completions", body)
 
 
@@ -154,8 +154,8 @@ def _greedy(draw: _Draw) -> _Made:
 def _grammar(draw: _Draw) -> _Made:
     number = int(draw.integers(1000))  # mostly new grammars, so that an unlimited cache of them would show
     forms: tuple[dict[str, Any], ...] = (
-        {"guided_choice": [f"yes {number}", "no"]},
-        {"guided_regex": f"[a-z]{{1,9}} {number}"},
+        {"structured_outputs": {"choice": [f"yes {number}", "no"]}},
+        {"structured_outputs": {"regex": f"[a-z]{{1,9}} {number}"}},
         {
             "response_format": {
                 "type": "json_schema",
@@ -198,7 +198,11 @@ def _tokenize(draw: _Draw) -> _Made:
 
 
 def _wrong(draw: _Draw) -> _Made:
-    wrong: tuple[dict[str, Any], ...] = ({"temperature": -1}, {"guided_regex": "("}, {"prompt": [1 << 30]})
+    wrong: tuple[dict[str, Any], ...] = (
+        {"temperature": -1},
+        {"structured_outputs": {"regex": "("}},
+        {"prompt": [1 << 30]},
+    )
     path, body, _ = _completion(draw, **wrong[int(draw.integers(len(wrong)))])
     return path, body, 400
 

@@ -8,7 +8,6 @@ from typing import Any
 from lockstep.runtime.grammar import Grammar, Kind
 from lockstep_serve.bodies import BadRequest
 
-FIELDS = ("response_format", "guided_json", "guided_regex", "guided_grammar", "guided_choice", "structured_outputs")
 _MAX_CHARACTERS = 1 << 18  # the engine does not step while it reads a frame
 _KINDS: dict[str, Kind] = {
     "json": "json_schema",
@@ -21,29 +20,18 @@ _IGNORED = ("disable_fallback",)  # there is no other backend to fall back to
 
 
 def grammar_of(body: Any) -> Grammar | None:
-    """Return the grammar in a body's `FIELDS`, None without one. Raises BadRequest for an invalid one, and for two."""
-    grammars: list[Grammar] = []
-    for name in FIELDS:
-        value = getattr(body, name, None)
-        if value is None:
-            continue
-        if name == "response_format":
-            grammar = _response_format(value)
-        elif name == "structured_outputs":
-            grammar = _structured_outputs(value)
-        else:
-            grammar = _grammar(name.removeprefix("guided_"), value, name)
-        if grammar is not None:
-            grammars.append(grammar)
-    if not grammars:
-        return None
-    if len(grammars) > 1:
-        names = " and ".join(grammar.name for grammar in grammars)
-        raise BadRequest(f"{grammars[1].name}: expected one constraint on the answer, found {names}", grammars[1].name)
-    return grammars[0]
+    """Return the grammar of an answer, None without one. Raises BadRequest for an invalid one, and for two."""
+    form = _response_format(body.response_format)
+    constraint = _structured_outputs(body.structured_outputs)
+    if form is not None and constraint is not None:
+        name = constraint.name
+        raise BadRequest(f"{name}: expected one constraint on the answer, found {form.name} and {name}", name)
+    return constraint or form
 
 
 def _response_format(value: Any) -> Grammar | None:
+    if value is None:
+        return None
     name = "response_format"
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "text":
@@ -66,6 +54,8 @@ def _response_format(value: Any) -> Grammar | None:
 
 
 def _structured_outputs(value: Any) -> Grammar | None:
+    if value is None:
+        return None
     name = "structured_outputs"
     if not isinstance(value, dict):
         raise BadRequest(f"{name}: expected an object, found another value", name)

@@ -37,7 +37,7 @@ _UNSUPPORTED: Unsupported = {
     "include_stop_str_in_output": (None, False),
     "logits_processors": (None, []),
     "return_tokens_as_token_ids": (None, False),
-    "guided_whitespace_pattern": (None,),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_grammar", "guided_choice"), (None,)),  # vLLM's until 0.12
     "logprob_token_ids": (None,),
     "repetition_detection": (None,),
 }
@@ -86,10 +86,6 @@ class Parameters(msgspec.Struct, kw_only=True):
     add_special_tokens: bool | None = None
     request_id: str | None = None
     response_format: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_grammar: Any = None
-    guided_choice: Any = None
     structured_outputs: Any = None
 
     @property

@@ -288,11 +288,10 @@ def test_a_grammar_without_llguidance_says_which_extra(
         ({"response_format": {"type": "text"}}, None),
         ({"response_format": {"type": "json_object"}}, Grammar("json_object")),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, Grammar("json_schema", "{}")),
-        ({"guided_json": '{"a": 1}'}, Grammar("json_schema", '{"a": 1}')),
-        ({"guided_regex": "a+"}, Grammar("regex", "a+")),
-        ({"guided_grammar": "start: A"}, Grammar("lark", "start: A")),
-        ({"guided_choice": ["a", 'b"']}, Grammar("lark", 'start: "a" | "b\\""')),
-        ({"structured_outputs": {"regex": "a"}}, Grammar("regex", "a")),
+        ({"structured_outputs": {"json": '{"a": 1}'}}, Grammar("json_schema", '{"a": 1}')),
+        ({"structured_outputs": {"regex": "a+"}}, Grammar("regex", "a+")),
+        ({"structured_outputs": {"grammar": "start: A"}}, Grammar("lark", "start: A")),
+        ({"structured_outputs": {"choice": ["a", 'b"']}}, Grammar("lark", 'start: "a" | "b\\""')),
         ({"structured_outputs": {"json": True, "regex": None}}, Grammar("json_schema", "true")),
         ({"structured_outputs": {"json_object": True}}, Grammar("json_object")),
         ({"structured_outputs": {"json_object": False}}, None),
@@ -308,14 +307,20 @@ def test_all_spellings_of_a_form(fields: dict[str, Any], expected: Grammar | Non
         ({"response_format": "json"}, "response_format: expected type text, json_object or json_schema"),
         ({"response_format": {"type": "xml"}}, "response_format: expected type text, .* found 'xml'"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format: expected a schema in"),
-        ({"guided_json": "[1"}, "guided_json: expected a JSON schema, found Expecting"),
-        ({"guided_json": [1]}, "guided_json: expected a JSON schema, found another"),
-        ({"guided_regex": ""}, "guided_regex: expected text"),
-        ({"guided_regex": "\ud800"}, "guided_regex: expected text in UTF-8"),
-        ({"guided_regex": "a" * (1 << 19)}, "guided_regex: expected at most 262144 characters, found 524288"),
-        ({"guided_choice": []}, "guided_choice: expected a list of texts"),
+        ({"structured_outputs": {"json": "[1"}}, "structured_outputs: expected a JSON schema, found Expecting"),
+        ({"structured_outputs": {"json": [1]}}, "structured_outputs: expected a JSON schema, found another"),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs: expected text"),
+        ({"structured_outputs": {"regex": "\ud800"}}, "structured_outputs: expected text in UTF-8"),
+        (
+            {"structured_outputs": {"regex": "a" * (1 << 19)}},
+            "structured_outputs: expected at most 262144 characters, found 524288",
+        ),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs: expected a list of texts"),
         ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs: expected one of .* json, regex"),
-        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex: expected one constraint"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "structured_outputs: expected one constraint",
+        ),
     ],
 )
 def test_a_form_that_is_none_is_refused(fields: dict[str, Any], message: str) -> None:
@@ -338,7 +343,7 @@ def test_a_completion_follows_its_response_format(server: RealServer) -> None:
         answer = server.complete(PROMPT, 150, response_format=FORMAT, **options)
         for choice in answer["choices"]:
             assert follows_schema(choice["text"]) and choice["finish_reason"] == "stop"
-    with server.opened(PROMPT, 60, guided_choice=["zebra", "zoo"]) as events:
+    with server.opened(PROMPT, 60, structured_outputs={"choice": ["zebra", "zoo"]}) as events:
         assert events.text() in ("zebra", "zoo")
     server.wait_idle()
 
@@ -347,9 +352,9 @@ def test_a_completion_follows_its_response_format(server: RealServer) -> None:
     ("fields", "message"),
     [
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "pet"}}}}, "Invalid type"),
-        ({"guided_regex": "("}, "unclosed group"),
-        ({"guided_grammar": DEEP}, "nests too deep"),
-        ({"guided_grammar": SLOW}, "compiles within 1 s"),
+        ({"structured_outputs": {"regex": "("}}, "unclosed group"),
+        ({"structured_outputs": {"grammar": DEEP}}, "nests too deep"),
+        ({"structured_outputs": {"grammar": SLOW}}, "compiles within 1 s"),
     ],
 )
 def test_a_grammar_that_is_none_is_a_400_and_disturbs_nobody(
@@ -376,9 +381,10 @@ def test_a_grammar_that_is_none_is_a_400_and_disturbs_nobody(
 
 @pytest.mark.long
 def test_a_killed_engine_goes_on_in_the_grammar(server: RealServer) -> None:
-    options = {"guided_regex": "[a-z ]{120}END", "temperature": 1.0, "seed": 11}
+    regex = "[a-z ]{120}END"
+    options = {"structured_outputs": {"regex": regex}, "temperature": 1.0, "seed": 11}
     full = server.complete(PROMPT, 200, **options)["choices"][0]
-    assert re.fullmatch(options["guided_regex"], full["text"])
+    assert re.fullmatch(regex, full["text"])
     restarts = server.get("/status")["restarts"]
     with server.opened(PROMPT, 200, **options) as events:
         first = next(iter(events))
@@ -391,10 +397,10 @@ def test_a_killed_engine_goes_on_in_the_grammar(server: RealServer) -> None:
 def test_a_grammar_that_becomes_too_complex_is_the_request_s_fault(server: RealServer) -> None:
     """llguidance takes that many choices, and gives up at the first token: to ask again would be of no use."""
     body = {"model": "demo-llama", "prompt": PROMPT, "max_tokens": 8, "temperature": 0}
-    body["guided_choice"] = [f"0.123456789 {number}" for number in range(2000)]
+    body["structured_outputs"] = {"choice": [f"0.123456789 {number}" for number in range(2000)]}
     status, _, data = server.request("POST", "/v1/completions", body)
     error = json.loads(data)["error"]
-    assert (status, error["type"], error["param"]) == (400, "invalid_request_error", "guided_choice"), error
+    assert (status, error["type"], error["param"]) == (400, "invalid_request_error", "structured_outputs"), error
     assert "too complex; simplify it" in error["message"] and error["code"] == "grammar_error"
     server.wait_idle()
 

@@ -133,7 +133,7 @@ def test_a_full_queue_and_a_client_that_left_are_told_apart(server: RealServer, 
 
 
 def test_what_the_engine_refuses_has_the_code_of_its_error(server: RealServer, log: Log) -> None:
-    complete(server, guided_grammar="start: (")
+    complete(server, structured_outputs={"grammar": "start: ("})
     (line,) = log.lines(1)
     assert (line["status"], line["error"], line["finish_reasons"]) == (400, "invalid_grammar", ["error"])
 

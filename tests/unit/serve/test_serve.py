@@ -466,7 +466,7 @@ def test_what_schedulers_ask_of_a_server(server: RealServer) -> None:
 
 def test_a_request_that_is_refused_is_in_no_series(server: RealServer) -> None:
     before = numbers(server)
-    status, _, data = server.request("POST", "/v1/completions", {**GOOD, "guided_grammar": "start: ("})
+    status, _, data = server.request("POST", "/v1/completions", {**GOOD, "structured_outputs": {"grammar": "start: ("}})
     assert (status, json.loads(data)["error"]["code"]) == (400, "invalid_grammar")
     after = numbers(server)
     # Gauges of requests come with the engine's last step, which may be one of an earlier test.

@@ -195,16 +195,16 @@ def test_reasoning_that_the_prompt_opens(client: openai.OpenAI) -> None:
 
 def test_a_grammar_begins_after_the_reasoning(client: openai.OpenAI) -> None:
     forms = [
-        {"guided_choice": ["Paris!", "Paris?"]},
-        {"guided_regex": "Paris[!?]"},
-        {"guided_grammar": 'start: "Paris" /[!?]/'},
+        {"structured_outputs": {"choice": ["Paris!", "Paris?"]}},
+        {"structured_outputs": {"regex": "Paris[!?]"}},
+        {"structured_outputs": {"grammar": 'start: "Paris" /[!?]/'}},
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["Paris!", "Paris?"]}}}},
     ]
     for form in forms:
         message = ask(client, ANSWERS[260], extra_body=form).message
         assert message.reasoning == "I <b>think." and message.content.strip('"') in ("Paris!", "Paris?")
     messages = [{"role": "user", "content": prompt(ANSWERS[360], less=1)}]
-    extra = {"chat_template_kwargs": {"thinks": True}, "guided_choice": ["Done!"]}
+    extra = {"chat_template_kwargs": {"thinks": True}, "structured_outputs": {"choice": ["Done!"]}}
     message = ask(client, ANSWERS[360], messages=messages, extra_body=extra).message
     assert (message.content, message.reasoning) == ("Done!", "still thinking")
 
@@ -223,7 +223,7 @@ def test_a_budget_ends_the_reasoning(client: openai.OpenAI) -> None:
         assert actual == tokens + 2 and full.reasoning.startswith(message.reasoning or "")  # and the marks
     # Without reasoning there is nothing to end, and a grammar begins after it.
     assert budget(1, ANSWERS[460])[0].content == ANSWERS[460] and budget(1, ANSWERS[460])[1] == 0
-    message, actual = budget(2, guided_choice=["Paris!"])
+    message, actual = budget(2, structured_outputs={"choice": ["Paris!"]})
     assert (message.content, actual) == ("Paris!", 4)
 
 
