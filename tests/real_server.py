@@ -70,6 +70,7 @@ class RealServer:
             self.process.kill()
             self.process.wait()
             raise AssertionError(f"the server did not start: {self.line!r} {self.stderr}")
+        self.headers: dict[str, str] = {}  # of requests that have none of their own
         self.url = match[1]
         self.port = int(match[2])
 
@@ -128,7 +129,7 @@ class RealServer:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=seconds)
         try:
             data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-            connection.request(method, path, data, headers or {})
+            connection.request(method, path, data, headers or self.headers)
             answer = connection.getresponse()
             return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
         finally:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-from collections.abc import Sequence
 
 from starlette.requests import Request
 
-from lockstep_serve.bodies import BadRequest
-from lockstep_serve.stream import TENANT
+from lockstep_serve.bodies import BadRequest, Keys
+from lockstep_serve.stream import OPENED_MODELS, TENANT
 
 _WITHOUT_KEY = ("/", "/ping", "/health", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready")
+# Endpoints of the server as a whole, for keys that open all models.
+_OF_SERVER = ("/metrics", "/status", "/update_weights", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 
-def check_access(request: Request, keys: Sequence[bytes], loopback_host: str | None) -> None:
+def check_access(request: Request, keys: Keys, loopback_host: str | None) -> None:
     """Check a request's origin, its host and its API key. Raises BadRequest.
 
     No site may use a visitor's browser to send requests: a page of another origin is refused. On loopback, a page must
@@ -45,10 +46,14 @@ def check_access(request: Request, keys: Sequence[bytes], loopback_host: str | N
         if key:
             authorization = f"Bearer {key}"
     check_key(authorization, keys)
+    if OPENED_MODELS.get() and request.url.path in _OF_SERVER:
+        raise BadRequest(
+            f"authorization: expected a key of all models at {request.url.path}, found one of some", None, 403
+        )
 
 
-def check_key(authorization: str, keys: Sequence[bytes]) -> None:
-    """Check an Authorization header against the keys, if any, and set the tenant. Raises BadRequest, 401."""
+def check_key(authorization: str, keys: Keys) -> None:
+    """Check an Authorization header against the keys, if any; set the tenant and its models. Raises BadRequest, 401."""
     if not keys:
         return
     scheme, _, credentials = authorization.partition(" ")
@@ -58,7 +63,9 @@ def check_key(authorization: str, keys: Sequence[bytes]) -> None:
         key = credentials.strip().encode()
     TENANT.set(hashlib.sha256(key).hexdigest())
     # Compare with all keys: the time must not tell how close one was.
-    if sum(hmac.compare_digest(key, other) for other in keys):
+    matches = [models for other, models in keys.items() if hmac.compare_digest(key, other)]
+    if matches:
+        OPENED_MODELS.set(matches[0])
         return
     fault = "nothing"
     if authorization:

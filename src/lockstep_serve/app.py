@@ -28,6 +28,7 @@ from lockstep_serve.openapi import Endpoint, openapi
 from lockstep_serve.page import page
 from lockstep_serve.protocols import OpenProtocol
 from lockstep_serve.responses import ResponsesAnswer, ResponsesBody, responses_chat
+from lockstep_serve.served_model import ServedModel
 from lockstep_serve.service import Service
 from lockstep_serve.stream import StreamError
 from lockstep_serve.tokenization import DetokenizeBody, TokenizeBody, detokenize, tokenize, tokenizer_info
@@ -73,11 +74,10 @@ def application(service: Service, access: Access = Access(), protocols: Sequence
 
 def _guarded(endpoint: Endpoint, access: Access, weights: WeightUpdates) -> Callable[[Request], Awaitable[Any]]:
     """Return an endpoint's handler with access checks before it, and with a response to each exception."""
-    keys = [key.encode() for key in access.keys]
 
     async def handle(request: Request) -> Any:
         try:
-            check_access(request, keys, access.loopback_host)
+            check_access(request, access.keys, access.loopback_host)
             if request.method != "POST" or endpoint.path in _WITHOUT_MODEL:
                 return await endpoint.handler(request)
             # Requests wait while weights are replaced, and an update waits until they are queued.
@@ -200,11 +200,29 @@ class _Api:
         return json_response({"input_tokens": len(ids)})
 
     async def _models(self, request: Request) -> Any:
-        cards = [_model_card(self._service, name) for name in self._service.model_names]
+        cards = []
+        for model in self._service.opened_models:
+            cards += [self._card(model, name) for name in model.adapters.model_names]
         return json_response({"object": "list", "data": cards})
 
     async def _model(self, request: Request) -> Any:
-        return json_response(_model_card(self._service, request.path_params["name"]))
+        name = request.path_params["name"]
+        return json_response(self._card(self._service.model(name), name))
+
+    def _card(self, model: ServedModel, name: str) -> dict[str, Any]:
+        """Return a model's entry of /v1/models; an adapter's has its model as `parent`."""
+        adapter = model.adapters.resolve(name)
+        card = {
+            "id": name,
+            "object": "model",
+            "created": self._service.created,
+            "owned_by": "lockstep",
+            "max_model_len": model.ready.max_seq_len,
+            "root": model.ready.identity,
+        }
+        if adapter is not None:
+            card |= {"root": model.adapters.digest(adapter), "parent": model.name}
+        return card
 
     async def _load_adapter(self, request: Request) -> Any:
         body = await self._body(request, LoadAdapterBody)
@@ -262,23 +280,6 @@ class _Api:
 
 def _status_code(is_healthy: bool) -> int:
     return 200 if is_healthy else 503
-
-
-def _model_card(service: Service, name: str) -> dict[str, Any]:
-    """Return a model's entry of /v1/models; an adapter's has its model as `parent`."""
-    model = service.model(name)
-    adapter = model.adapters.resolve(name)
-    card = {
-        "id": name,
-        "object": "model",
-        "created": service.created,
-        "owned_by": "lockstep",
-        "max_model_len": model.ready.max_seq_len,
-        "root": model.ready.identity,
-    }
-    if adapter is not None:
-        card |= {"root": model.adapters.digest(adapter), "parent": model.name}
-    return card
 
 
 def _weights(service: Service) -> dict[str, Any]:

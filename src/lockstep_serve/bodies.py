@@ -6,8 +6,8 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence, Sized
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence, Sized
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -29,6 +29,7 @@ _MAX_LENGTH = 4096  # characters or tokens of all words together
 # Fields of other servers, with the values that mean their default. Other values are rejected, because a client would
 # misread an answer for which they were ignored. Each body lists further ones as UNSUPPORTED.
 Unsupported = Mapping[str, tuple]
+Keys = Mapping[bytes, Collection[str]]  # API keys, and the models that each opens; none named: all
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Access:
     seconds that one may take. loopback_host: the host's name if the server listens on loopback alone, else None.
     """
 
-    keys: tuple[str, ...] = ()
+    keys: Keys = field(default_factory=dict)
     max_body: int = 4 << 20
     body_timeout: float = 30.0
     loopback_host: str | None = None

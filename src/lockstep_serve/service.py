@@ -25,7 +25,7 @@ from lockstep_serve.metrics import Metrics, ModelMetrics
 from lockstep_serve.served_model import ServedModel
 from lockstep_serve.settings import ServiceOptions
 from lockstep_serve.spawn import EngineProcess
-from lockstep_serve.stream import TENANT, PromptRequest, Stream, StreamError
+from lockstep_serve.stream import OPENED_MODELS, TENANT, PromptRequest, Stream, StreamError
 from lockstep_serve.supervisor import Supervisor
 from lockstep_serve.weight_updates import WeightUpdates
 
@@ -200,20 +200,30 @@ class Service:
 
     @property
     def model_names(self) -> list[str]:
-        """Return the names that requests may give: of models, and of their adapters."""
+        """Return the names that the current request may give: of the models that its key opens, and their adapters."""
         names = list[str]()
-        for model in self.models.values():
+        for model in self.opened_models:
             names += model.adapters.model_names
         return names
 
+    @property
+    def opened_models(self) -> list[ServedModel]:
+        """Return the models that the current request's key opens."""
+        opened = OPENED_MODELS.get() or self.models
+        return [model for name, model in self.models.items() if name in opened]
+
     def model(self, name: str | None) -> ServedModel:
-        """Return the model that a request names, itself or with an adapter. Raises BadRequest for none."""
-        if name is None or name in self.default.adapters.model_names:
-            return self.default
-        model = self.models.get(name)
-        if model is None:
-            raise BadRequest(f"model: expected {one_of(self.model_names)}, found {name[:80]!r}", "model", 404)
-        return model
+        """Return the model that a request names, itself or with an adapter; the first one that its key opens for None.
+
+        Raises BadRequest, 404, for one that is not there or that the key does not open: as OpenAI, it does not tell.
+        """
+        models = self.opened_models
+        if name is None:
+            return models[0]
+        for model in models:
+            if name in model.adapters.model_names:
+                return model
+        raise BadRequest(f"model: expected {one_of(self.model_names)}, found {name[:80]!r}", "model", 404)
 
     def submit(self, prompts: Sequence[PromptRequest], model: ServedModel) -> Stream:
         """Queue prompts of a model, and return the stream of their answers. Raises StreamError."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # Tenant of the current request; prefixes are never shared across tenants.
 TENANT: ContextVar[str] = ContextVar("tenant", default="")
+# Models that the current request's key opens; none: all.
+OPENED_MODELS: ContextVar[Collection[str]] = ContextVar("opened models", default=())
 # The finish reasons of OpenAI's API and vLLM's metrics.
 FINISH_REASONS = {
     "stop_id": "stop",

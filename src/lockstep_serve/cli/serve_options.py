@@ -29,6 +29,7 @@ from lockstep_serve.spawn import EngineProcess
 
 if TYPE_CHECKING:
     from lockstep.bundle.opened import Opened
+    from lockstep_serve.bodies import Keys
     from lockstep_serve.request_log import RequestLog
     from lockstep_serve.traces import Traces
 
@@ -115,7 +116,7 @@ def run_server(opened_models: Sequence[Opened], options: SimpleNamespace) -> Non
         _check_engines(first, other)
         if other.adapters is not None:
             raise InputError(f"{other.target}: expected adapters of the first model only, found some; name it first")
-    keys = read_api_keys(options.api_key_file)
+    keys = read_api_keys(options.api_key_file, names)
     prefix = options.metrics_prefix
     if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", prefix):
         raise InputError(f"--metrics-prefix: expected letters, digits and _, found {prefix!r}")
@@ -127,7 +128,7 @@ def run_server(opened_models: Sequence[Opened], options: SimpleNamespace) -> Non
 def _serve(
     opened_models: Sequence[Opened],
     names: Sequence[str],
-    keys: Sequence[str],
+    keys: Keys,
     options: SimpleNamespace,
     plugins: Sequence[ProtocolPlugin],
     engine: EngineProcess,
@@ -197,7 +198,7 @@ def _serve(
     if port is None and options.unix is None:
         port = 8000
     address = Address(options.host, port, options.unix)
-    access = Access(tuple(keys), options.max_body, options.body_timeout)
+    access = Access(keys, options.max_body, options.body_timeout)
     openers = [functools.partial(plugin.open, options) for plugin in plugins]
     with contextlib.ExitStack() as stack, _named_options():
         for observer in observers:
@@ -272,11 +273,14 @@ def _threads() -> int | None:
     return max(1, min(core_count(), cpu_count() - 1))
 
 
-def read_api_keys(path: Path | None) -> list[str]:
-    """Return the keys of a file, one a line, without empty lines and comments (#). Raises InputError."""
+def read_api_keys(path: Path | None, models: Sequence[str]) -> Keys:
+    """Return the keys of a file, one a line, each with the names of `models` after it that it opens; none: all.
+
+    Empty lines and comments (#) are skipped. Raises InputError.
+    """
     if path is None:
-        return []
-    keys = []
+        return {}
+    keys: dict[bytes, Sequence[str]] = {}
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -286,11 +290,16 @@ def read_api_keys(path: Path | None) -> list[str]:
         raise InputError(f"{path}: expected API keys, of visible ASCII, found bytes that are no UTF-8") from None
     for number, line in enumerate(map(str.strip, lines), start=1):
         if line and not line.startswith("#"):
-            # The message does not quote the line: it is a secret.
-            if not re.fullmatch("[!-~]+", line):
-                actual = "white space in it" if len(line.split()) > 1 else "another character"
-                raise InputError(f"{path}: line {number}: expected one API key, of visible ASCII, found {actual}")
-            keys.append(line)
+            key, *names = line.split()
+            where = f"{path}: line {number}"
+            # Messages quote no key, nor what may be the rest of one: they are secrets.
+            if not re.fullmatch("[!-~]+", key):
+                raise InputError(f"{where}: expected an API key, of visible ASCII, found another character")
+            if not set(names) <= set(models):
+                raise InputError(f"{where}: expected names of {', '.join(models)} after the key, found another one")
+            if key.encode() in keys:
+                raise InputError(f"{where}: expected each API key once, found one of a line before")
+            keys[key.encode()] = names
     if not keys:
         raise InputError(f"{path}: expected API keys, one a line, found none")
     if mode & stat.S_IROTH:

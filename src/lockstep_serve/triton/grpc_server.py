@@ -65,7 +65,7 @@ class GrpcServer(Listener):
         """Bind the address, in an event loop; `start` takes requests. Raises InputError for one that is taken."""
         self._triton = triton
         self._service = triton.service
-        self._keys = [key.encode() for key in access.keys]
+        self._keys = access.keys
         slow_reader_ms = math.ceil(self._service.limits.slow_reader * 1000)
         options = [
             ("grpc.max_receive_message_length", access.max_body),

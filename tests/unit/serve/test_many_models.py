@@ -85,6 +85,31 @@ def test_each_model_answers_as_alone_whatever_the_others_do(tree: Path, alone: d
         assert status == 404 and b"expected one of demo-llama, tuned, other, found 'none'" in body
 
 
+def check_keys(server: RealServer) -> None:
+    """A key with names is one of a server with these models alone; nothing tells of others."""
+    opened = {
+        "all-models": ["demo-llama", "other", "tuned"],
+        "first-two": ["demo-llama", "tuned"],
+        "last-one": ["other"],
+    }
+    for key, names in opened.items():
+        server.headers = {"Authorization": f"Bearer {key}"}
+        assert [card["id"] for card in server.get("/v1/models")["data"]] == names
+        for name in (*MODELS, None):
+            body = {"model": name, "prompt": "a", "max_tokens": 1}
+            status, _, data = server.request("POST", "/v1/completions", body)
+            answer = json.loads(data)
+            if name is None or name in names:
+                assert (status, answer["model"]) == (200, name or names[0])
+                continue
+            assert status == server.request("GET", f"/v1/models/{name}")[0] == 404
+            assert answer["error"]["message"].endswith(f"{', '.join(names)}, found {name!r}")
+        for path in ("/metrics", "/status"):
+            assert server.request("GET", path)[0] == (200 if key == "all-models" else 403)
+        for path in ("/update_weights", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+            assert (server.request("POST", path, {})[0] == 403) == (key != "all-models")
+
+
 def test_a_folder_of_bundles_is_served_after_the_targets(
     tree: Path, alone: dict[str, list[object]], tmp_path: Path
 ) -> None:
@@ -101,7 +126,12 @@ def test_a_folder_of_bundles_is_served_after_the_targets(
             limits = replace(limits, max_batch_size=2, max_seq_len=64, max_input_len=32)
         pack(Results(tree), target, limits, tmp_path / f"{name}.tar", with_weights=True)
     (tmp_path / "notes.txt").write_text("no bundle")
-    with RealServer(tree, "--models", tmp_path, "--max-loaded-models", 1, target=TARGETS[0]) as server:
+    keys = tmp_path / "keys"
+    keys.write_text("all-models\nfirst-two demo-llama tuned\nlast-one other")
+    options = ("--models", tmp_path, "--max-loaded-models", 1, "--api-key-file", keys)
+    with RealServer(tree, *options, target=TARGETS[0]) as server:
+        check_keys(server)
+        server.headers = {"Authorization": "Bearer all-models"}
         cards = {card["id"]: card["max_model_len"] for card in server.get("/v1/models")["data"]}
         assert cards == {"demo-llama": 256, "other": 64, "tuned": 256}
         for model, status in (("other", 400), ("tuned", 200)):

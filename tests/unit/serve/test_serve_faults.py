@@ -377,15 +377,16 @@ def test_each_key_has_prefixes_of_its_own(keyed: RealServer) -> None:
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("a-key\nmy secret\n", "line 2: expected one API key, of visible ASCII, found white space in it"),
-        ("ein-Schl\u00fcssel\n", "line 1: expected one API key, of visible ASCII, found another character"),
+        ("a-key a-model\nmy secret\n", "line 2: expected names of a-model after the key, found another one"),
+        ("a-secret\n\na-secret a-model", "line 3: expected each API key once, found one of a line before"),
+        ("ein-Schl\u00fcssel\n", "line 1: expected an API key, of visible ASCII, found another character"),
         ("# none\n\n", "expected API keys, one a line, found none"),
     ],
 )
 def test_a_file_of_keys_has_one_a_line(text: str, line: str, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(text, encoding="utf-8")
     with pytest.raises(InputError, match=re.escape(line)) as caught:
-        read_api_keys(tmp_path / "keys")
+        read_api_keys(tmp_path / "keys", ["a-model"])
     assert "secret" not in str(caught.value) and "Schl" not in str(caught.value)
 
 
@@ -396,7 +397,7 @@ def test_keys_that_others_can_read_are_a_warning(
     path = tmp_path / "keys"
     path.write_text("a-secret\n")
     path.chmod(mode)
-    assert read_api_keys(path) == ["a-secret"]
+    assert read_api_keys(path, []) == {b"a-secret": []}
     output = capsys.readouterr().err
     assert (
         output
