@@ -206,12 +206,12 @@ class GpuExecutor:
         return preload([uploads.store for uploads in self.runner.uploads[0]], checkpoints)
 
     def take_adapters(
-        self, arrays: Sequence[LoraArrays], max_lora_rank: int, adapter_slots: np.ndarray
+        self, networks: Sequence[Sequence[LoraArrays]], max_lora_rank: int, adapter_slots: np.ndarray
     ) -> AdapterWriter:
         """Set the arrays of resident adapters: see `Executor.take_adapters`."""
         (rank,) = self.ranks  # sharded models take no adapters
         rank.state.adapters = adapter_slots
-        self._resident = ResidentAdapters(arrays, max_lora_rank, rank.stream)
+        self._resident = ResidentAdapters(networks, max_lora_rank, rank.stream)
         return self._resident
 
     def _adapter_loads(self) -> np.ndarray | None:

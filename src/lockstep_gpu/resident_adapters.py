@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -11,20 +12,21 @@ from lockstep_gpu import cuda
 
 
 class ResidentAdapters:
-    """Writes adapters into device arrays, which start as zeros.
+    """Writes adapters into the device arrays of all networks, which start as zeros.
 
     Copies are enqueued on `stream`: steps before them use the slot's previous adapter, steps after them the new one.
     loads: by adapter slot, the number of the load that wrote it; the last entry, which index -1 reads, stays -1.
     """
 
-    def __init__(self, arrays: Sequence[LoraArrays], max_lora_rank: int, stream: cuda.Stream):
-        self._arrays = arrays
+    def __init__(self, networks: Sequence[Sequence[LoraArrays]], max_lora_rank: int, stream: cuda.Stream):
+        self._networks = networks
+        self._arrays = arrays = networks[0]
         self._rank = max_lora_rank
         self._stream = stream
         self.loads = np.full(arrays[0].b.shape[0] // max_lora_rank + 1, -1, np.int64)
         self._packed: dict[str, np.ndarray] = {}  # by adapter, page-locked
         self._staging = cuda.empty((0,), arrays[0].a.dtype)
-        for lora in arrays:
+        for lora in itertools.chain.from_iterable(networks):
             for array in (lora.a, lora.b):
                 stream.fill_zero(array.address, array.nbytes, array.nbytes, 1)
 
@@ -41,15 +43,16 @@ class ResidentAdapters:
         packed = self._packed[adapter.name]
         staging = self._staging[: packed.size]
         self._stream.upload(staging, packed)
-        address = staging.address
-        for lora in self._arrays:
-            for to, pitch, width, rows in self._pieces(lora, adapter_slot, self._rank):
-                self._stream.fill_zero(to, pitch, width, rows)
-            if lora.module in adapter.modules:
-                rank = adapter.modules[lora.module][0].shape[0]
-                for to, pitch, width, rows in self._pieces(lora, adapter_slot, rank):
-                    self._stream.copy_rows(to, pitch, address, width, width, rows)
-                    address += width * rows
+        for arrays in self._networks:
+            address = staging.address
+            for lora in arrays:
+                for to, pitch, width, rows in self._pieces(lora, adapter_slot, self._rank):
+                    self._stream.fill_zero(to, pitch, width, rows)
+                if lora.module in adapter.modules:
+                    rank = adapter.modules[lora.module][0].shape[0]
+                    for to, pitch, width, rows in self._pieces(lora, adapter_slot, rank):
+                        self._stream.copy_rows(to, pitch, address, width, width, rows)
+                        address += width * rows
 
     def forget(self, adapter: LoadedAdapter) -> None:
         """Free the memory of an adapter."""

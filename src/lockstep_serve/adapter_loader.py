@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.errors import InputError, LockstepError
 from lockstep.runtime.adapters import Adapters
+from lockstep.runtime.request import adapter_of
 from lockstep.weights.adapters import LoadedAdapter
 from lockstep.weights.check_adapters import read_folder
 from lockstep_serve.frames import Load
@@ -25,12 +27,16 @@ class ReadAdapter(NamedTuple):
 
 
 class AdapterLoader:
-    """A reader of adapters, one at a time, in the order of requests, checked against `checkpoint_json`."""
+    """A reader of adapters, one at a time, in the order of requests."""
 
-    def __init__(self, adapters: Adapters, checkpoint_json: str | None, deliver: Callable[[ReadAdapter], None]):
-        """The thread starts with the first folder. deliver: called with each adapter that was read."""
+    def __init__(self, adapters: Adapters, manifests: Mapping[str, str | None], deliver: Callable[[ReadAdapter], None]):
+        """The thread starts with the first folder.
+
+        manifests: of the checkpoints that adapters are checked against, by name. deliver: called with each adapter that
+        was read.
+        """
         self.adapters = adapters
-        self._checkpoint = checkpoint_json
+        self._manifests = manifests
         self._deliver = deliver
         self._most_bytes = adapters.most_bytes
         self._frames: queue.SimpleQueue[Load] = queue.SimpleQueue()
@@ -42,29 +48,33 @@ class AdapterLoader:
             self._thread.start()
         self._frames.put(frame)
 
-    def read(self, name: str, folder: str) -> LoadedAdapter:
+    def read(self, frame: Load) -> LoadedAdapter:
         """Check and read a folder at once. Raises InputError."""
-        assert self._checkpoint is not None  # without one, the API process refuses adapters
-        return read_folder(Path(folder), name, CheckpointManifest.load(self._checkpoint), self._most_bytes)
+        manifest = self._manifests[frame.checkpoint]
+        assert manifest is not None  # without one, the API process refuses adapters
+        checkpoint = CheckpointManifest.load(manifest)
+        adapter = read_folder(Path(frame.folder), frame.name, checkpoint, self._most_bytes)
+        return replace(adapter, name=adapter_of(frame.checkpoint, frame.name))
 
-    def reload(self, loaded: Sequence[tuple[str, str, str]]) -> dict[str, str]:
-        """Load what the previous engine had: name, folder and SHA-256 of each; return the error of each that failed."""
-        lost = {}
-        for name, folder, digest in loaded:
+    def reload(self, loaded: Sequence[tuple[Load, str]]) -> dict[str, dict[str, str]]:
+        """Load what the previous engine had, each with its SHA-256; return the error of each that failed."""
+        lost: dict[str, dict[str, str]] = {}
+        for frame, digest in loaded:
             try:
-                adapter = self.read(name, folder)
+                adapter = self.read(frame)
                 if adapter.sha256 != digest:
-                    raise InputError(f"adapter {name!r}: {folder}: expected sha256 {digest}, found {adapter.sha256}")
+                    where = f"adapter {frame.name!r}: {frame.folder}"
+                    raise InputError(f"{where}: expected sha256 {digest}, found {adapter.sha256}")
                 self.adapters.add(adapter)
             except (LockstepError, OSError) as error:
-                lost[name] = str(error)
+                lost.setdefault(frame.checkpoint, {})[frame.name] = str(error)
         return lost
 
     def _work(self) -> None:
         while True:
             frame = self._frames.get()
             try:
-                adapter: LoadedAdapter | str = self.read(frame.name, frame.folder)
+                adapter: LoadedAdapter | str = self.read(frame)
             except LockstepError as error:
                 adapter = str(error)
             except Exception as error:  # the client gets the error, and the thread reads the next folder

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from lockstep.artifacts.adapters import CONFIG, WEIGHTS
 from lockstep.errors import truncate_list
+from lockstep.runtime.request import adapter_of
 from lockstep_serve.bodies import BadRequest, path_below
 from lockstep_serve.frames import Load, Loaded, Ready, Unload
 from lockstep_serve.link import EngineLink
@@ -32,11 +33,18 @@ class LoadedFolder:
 
 
 class Adapters:
-    """The names of adapters, and which of them the engine has loaded."""
+    """The names of a model's adapters, and which of them the engine has loaded."""
 
-    def __init__(self, model: str, root: Path | None, is_used: Callable[[str], bool]):
-        """Start without an engine. root: requests may name folders below it as adapters; None: no folders."""
+    _numbers = itertools.count()  # of loads, of all models
+
+    def __init__(self, model: str, checkpoint: str, root: Path | None, is_used: Callable[[str], bool]):
+        """Start without an engine.
+
+        checkpoint: the model's name in the engine. root: requests may name folders below it as adapters; None: no
+        folders. is_used: whether requests use an adapter, by its name in the engine.
+        """
         self._model = model
+        self._checkpoint = checkpoint
         self._root = root and root.resolve()
         self._is_used = is_used
         self._loaded: dict[str, LoadedFolder] = {}  # since the server started, the least recently used first
@@ -44,7 +52,6 @@ class Adapters:
         self._link: EngineLink | None = None
         self._loading: dict[str, tuple[Path, asyncio.Task[None]]] = {}  # by name
         self._reloading: set[str] = set()  # names that the starting engine loads again
-        self._numbers = itertools.count()
         self._answers: dict[int, asyncio.Future[Loaded]] = {}  # of the engine, by request number
 
     # -- names
@@ -165,14 +172,14 @@ class Adapters:
         if self._link is None:
             raise StreamError("the engine is starting; try again", 503, "engine_starting", retry_after=1)
         if len(loaded) >= _MAX_LOADED:
-            unused = next((name for name in loaded if not self._is_used(name)), None)
+            unused = next((name for name in loaded if not self._is_used(self.in_engine(name))), None)
             if unused is None:
                 raise StreamError(f"{len(loaded)} adapters are loaded and in use; try again", 503, "adapters_in_use", 1)
             self.unload(unused)
         stamp = _stamp_of(folder)  # before the engine reads it: a change meanwhile is seen at the next use
         number = next(self._numbers)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
-        self._link.send(Load(number, name, str(folder)))
+        self._link.send(Load(number, name, str(folder), self._checkpoint))
         try:
             frame = await answer
         finally:
@@ -187,26 +194,34 @@ class Adapters:
         if name not in loaded:
             choices = one_of(sorted(loaded)) or "none, for none was loaded"
             raise BadRequest(f"lora_name: expected {choices}, found {name[:80]!r}", "lora_name", 404)
-        if self._is_used(name):
+        if self._is_used(self.in_engine(name)):
             message = f"expected an adapter that no request uses, found {name!r} in use; try again when they have ended"
             raise BadRequest(f"lora_name: {message}", "lora_name", 409)
         del loaded[name]
         if self._link is not None:
-            self._link.send(Unload(name))
+            self._link.send(Unload(self.in_engine(name)))
 
     # -- the engine
 
-    def to_load(self) -> list[tuple[str, str, str]]:
-        """Return (name, folder, sha256) of each adapter that a new engine must load."""
+    def in_engine(self, name: str) -> str:
+        """Return an adapter's name in the engine, which has those of all models."""
+        return adapter_of(self._checkpoint, name)
+
+    def to_load(self) -> list[tuple[Load, str]]:
+        """Return each adapter that a new engine must load, and its SHA-256."""
         self._reloading = set(self._loaded)
-        return [(name, str(entry.folder), entry.sha256) for name, entry in self._loaded.items()]
+        return [
+            (Load(next(self._numbers), name, str(entry.folder), self._checkpoint), entry.sha256)
+            for name, entry in self._loaded.items()
+        ]
 
     def engine_started(self, link: EngineLink, ready: Ready) -> list[str]:
         """Use a new engine; return a line for each adapter that it could not load again."""
-        lost = ready.lost_adapters
+        lost = ready.lost_adapters.get(self._checkpoint, {})
         for name in self._reloading - set(self._loaded) - set(lost):  # unloaded while it started
-            link.send(Unload(name))
-        self._configured = {name: digest for name, digest in ready.adapters.items() if name not in self._reloading}
+            link.send(Unload(self.in_engine(name)))
+        adapters = ready.adapters.get(self._checkpoint, {})
+        self._configured = {name: digest for name, digest in adapters.items() if name not in self._reloading}
         for name in lost:
             self._loaded.pop(name, None)
         self._link = link

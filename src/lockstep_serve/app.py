@@ -43,12 +43,14 @@ class LoadAdapterBody(Struct):
 
     lora_name: str
     lora_path: str
+    model: str | None = None
 
 
 class UnloadAdapterBody(Struct):
     """The body of POST /v1/unload_lora_adapter, as vLLM has it."""
 
     lora_name: str
+    model: str | None = None
 
 
 class UpdateWeightsBody(Struct):
@@ -226,13 +228,13 @@ class _Api:
 
     async def _load_adapter(self, request: Request) -> Any:
         body = await self._body(request, LoadAdapterBody)
-        await self._service.adapters.load(body.lora_name, body.lora_path)
+        await self._service.model(body.model).adapters.load(body.lora_name, body.lora_path)
         # The same words as vLLM's.
         return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.", media_type="text/plain")
 
     async def _unload_adapter(self, request: Request) -> Any:
         body = await self._body(request, UnloadAdapterBody)
-        self._service.adapters.unload(body.lora_name)
+        self._service.model(body.model).adapters.unload(body.lora_name)
         return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.", media_type="text/plain")
 
     async def _update_weights(self, request: Request) -> Any:

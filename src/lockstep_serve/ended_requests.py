@@ -45,6 +45,10 @@ class EndedRequest:
             error = self.stream.error
         return None if error is None else error.code
 
+    def model(self, default: str) -> str:
+        """Return the name of the model that ran it; the default for a request that none ran."""
+        return default if self.stream is None else self.stream.metrics.model
+
     def figures(self) -> dict[str, Any]:
         """Return tokens, reasons and times of its answers; times are from when it was queued, as in /metrics."""
         stream = self.stream

@@ -121,12 +121,15 @@ def _open(
         ),
     )
     loader = None
-    adapters = {}
+    adapters: dict[str, dict[str, str]] = {}
     lost_adapters = {}
     if model.adapters:
-        loader = AdapterLoader(model.adapters, options.checkpoint, deliver)
+        manifests = {"": options.checkpoint, **{files.name: files.checkpoint for files in options.others}}
+        loader = AdapterLoader(model.adapters, manifests, deliver)
         lost_adapters = loader.reload(options.loaded)
-        adapters = {name: adapter.sha256 for name, adapter in model.adapters.loaded.items()}
+        for name, adapter in model.adapters.loaded.items():
+            checkpoint, _, own_name = name.rpartition(":")
+            adapters.setdefault(checkpoint, {})[own_name] = adapter.sha256
     speculation = None
     if options.speculative is not None:
         speculation = open_speculation(model, Speculative(**options.speculative), options.threads)

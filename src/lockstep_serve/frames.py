@@ -53,16 +53,17 @@ class Abort:
 
 @dataclass(frozen=True)
 class Load:
-    """Load an adapter. Answered by `Loaded`."""
+    """Load an adapter of a checkpoint. Answered by `Loaded`."""
 
     id: int
     name: str
     folder: str
+    checkpoint: str = ""
 
 
 @dataclass(frozen=True)
 class Unload:
-    """Unload an adapter, which no request may use."""
+    """Unload an adapter, by its name in requests; none may use it."""
 
     name: str
 
@@ -79,7 +80,7 @@ class UpdateWeights:
 
 @dataclass(frozen=True)
 class Ready:
-    """The engine's limits. lost_adapters: the reason for each.
+    """The engine's limits. adapters: by checkpoint and name, the digest of each. lost_adapters: the reason for each.
 
     identity: of the computation; eos_token_ids: both of the first checkpoint. others: those of further ones, by name.
     step_sizes: see `StepSizes`.
@@ -100,8 +101,8 @@ class Ready:
     num_pages: int
     prompt_logprobs: bool
     verifies_drafts: bool
-    adapters: Mapping[str, str]
-    lost_adapters: Mapping[str, str]
+    adapters: Mapping[str, Mapping[str, str]]
+    lost_adapters: Mapping[str, Mapping[str, str]]
     kv_cache_dtype: str | None = None
     step_sizes: Mapping[str, Any] = field(default_factory=dict)
     others: Mapping[str, tuple[str, Sequence[int]]] = field(default_factory=dict)

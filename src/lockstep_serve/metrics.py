@@ -89,7 +89,7 @@ class _ServiceSeries(Collector):
         yield family
 
     def _adapters(self) -> Iterator[GaugeMetricFamily]:
-        num_adapters = len(self._service.adapters.model_names) - 1
+        num_adapters = sum(len(model.adapters.model_names) - 1 for model in self._service.models.values())
         if not num_adapters:
             return
         running: set[str] = set()
@@ -179,7 +179,7 @@ class ModelMetrics:
     """The series of one model of a server."""
 
     def __init__(self, server: Metrics, model: str):
-        self._model = model
+        self.model = model
         self.refused = server.refused.labels(model)
         self.prompt_tokens = server.prompt_tokens.labels(model)
         self.generation_tokens = server.generation_tokens.labels(model)
@@ -197,7 +197,7 @@ class ModelMetrics:
             self._ttft.observe(now - prompt.arrived)
         # Tokens of several choices arrive together, so the time between them means nothing.
         elif len(prompt.choices) == 1:
-            self._itl.observe(self._model, now - prompt.last_token)
+            self._itl.observe(self.model, now - prompt.last_token)
 
     def called(self, num_calls: int, num_malformed: int) -> None:
         """Count the tool calls of an answer, and what only began like one."""
@@ -205,4 +205,4 @@ class ModelMetrics:
         self._malformed_tool_calls.inc(num_malformed)
 
     def finished(self, reason: str) -> None:
-        self._success.labels(self._model, finish_reason(reason)).inc()
+        self._success.labels(self.model, finish_reason(reason)).inc()

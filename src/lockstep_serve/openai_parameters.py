@@ -174,7 +174,6 @@ def prompt_requests(
                 cache_salt=salt,
                 forced_ids=forced_ids[number] if forced_ids else (),
                 adapter=adapter,
-                checkpoint=model.checkpoint,
                 id=body.request_id or "",
             )
             check_ranges(request, ready, min(ready.max_input_len, longest), ready.max_seq_len)

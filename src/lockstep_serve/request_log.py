@@ -46,7 +46,7 @@ class RequestLog:
             "id": ended.id and ended.id[:80],
             "endpoint": ended.endpoint,
             "status": ended.status,
-            "model": self._model,
+            "model": ended.model(self._model),
             "stream": ended.in_chunks,
             **ended.figures(),
             "seconds": round(time.monotonic() - ended.began, 6),

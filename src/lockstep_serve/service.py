@@ -55,14 +55,13 @@ class Service:
         self.metrics = Metrics(self, options.metrics_prefix)
         self.observers = observers
         self.engine_options = options.engine
-        self.adapters = Adapters(self.name, options.adapter_root, self._is_used)
         self.weights = WeightUpdates(self, options.weights_root)
         self.chats: list[Chat] = []
         self.models: dict[str, ServedModel] = {}
         for model in options.models:
             chat = self._chat(model.chat_template)
-            adapters = Adapters(model.name, None, self._is_used) if self.models else self.adapters
             checkpoint = model.name if self.models else ""
+            adapters = Adapters(model.name, checkpoint, options.adapter_root, self._is_used)
             metrics = ModelMetrics(self.metrics, model.name)
             self.models[model.name] = ServedModel(self, model, checkpoint, chat, adapters, metrics)
         self.link: EngineLink | None = None  # None while an engine starts
@@ -236,10 +235,14 @@ class Service:
         self.weights.check_queueing()
         self._check_room(prompts, model)  # first: under overload, a refusal must be cheap
         tenant = TENANT.get()
-        if tenant:  # prefixes are never shared across tenants
-            for prompt in prompts:
-                salt = f"{tenant}/{prompt.request.cache_salt}"
-                prompt.request = replace(prompt.request, cache_salt=salt)
+        for prompt in prompts:
+            request = prompt.request
+            if tenant:  # prefixes are never shared across tenants
+                request = replace(request, cache_salt=f"{tenant}/{request.cache_salt}")
+            if model.checkpoint:
+                adapter = request.adapter and model.adapters.in_engine(request.adapter)
+                request = replace(request, checkpoint=model.checkpoint, adapter=adapter)
+            prompt.request = request
         stream = Stream(prompts, model.tokenizer, model.metrics)
         self.streams.add(stream)
         for prompt in prompts:
@@ -299,7 +302,8 @@ class Service:
     def engine_died(self) -> None:
         """Go on without an engine: keep its totals, and fail what waits for it alone."""
         self.link = None
-        self.adapters.engine_died()
+        for model in self.models.values():
+            model.adapters.engine_died()
         self.weights.engine_died()
         self._earlier = Counters(
             swaps=self.total("swaps"),
@@ -315,7 +319,8 @@ class Service:
         elif isinstance(frame, Refused):
             self._handle_refusal(frame)
         elif isinstance(frame, Loaded):
-            self.adapters.engine_answered(frame)
+            for model in self.models.values():
+                model.adapters.engine_answered(frame)
         elif isinstance(frame, WeightsUpdated):
             self.weights.engine_answered(frame)
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from lockstep.runtime.request import CheckpointFiles
     from lockstep.runtime.tokenizer import Tokenizer
     from lockstep.targets import Limits
+    from lockstep_serve.frames import Load
 
 
 @dataclass(frozen=True)
@@ -20,10 +21,10 @@ class EngineOptions:
 
     engines, assembly, weights, adapters, checkpoint: paths of manifests; adapters: None without any, checkpoint: None
     where no adapter can be loaded later. layers: a layer count, or "all". limits: max_batch_size, max_seq_len,
-    max_num_tokens, max_input_len. loaded: name, folder and SHA-256 of each adapter that an earlier engine process had
-    loaded. threads: of the CPU. kv_bytes: of the KV cache, or a fraction below 1 of the free memory. chunk_size,
-    long_prefill_token_threshold: in tokens. grammar_seconds: of CPU time that a grammar may take to compile.
-    speculative: the fields of `Speculative`, None for no drafts. log_level: see `start_log`. others: further
+    max_num_tokens, max_input_len. loaded: each adapter that an earlier engine process had
+    loaded, and its SHA-256. threads: of the CPU. kv_bytes: of the KV cache, or a fraction below 1 of the free memory.
+    chunk_size, long_prefill_token_threshold: in tokens. grammar_seconds: of CPU time that a grammar may take to
+    compile. speculative: the fields of `Speculative`, None for no drafts. log_level: see `start_log`. others: further
     checkpoints, by the names of their models. max_bound: checkpoints that are in memory at a time. None elsewhere: the
     default.
     """
@@ -42,7 +43,7 @@ class EngineOptions:
     grammar_seconds: float = 5.0
     adapters: str | None = None
     checkpoint: str | None = None
-    loaded: Sequence[tuple[str, str, str]] = ()
+    loaded: Sequence[tuple[Load, str]] = ()
     speculative: Mapping[str, Any] | None = None
     log_level: str = "info"
     others: Sequence[CheckpointFiles] = ()

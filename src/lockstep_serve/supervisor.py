@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import deque
 from dataclasses import replace
@@ -40,12 +41,15 @@ class Supervisor:
     async def open_engine(self) -> None:
         """Start an engine, and return when it is ready. Raises LockstepError, and OSError."""
         service = self._service
-        options = replace(service.engine_options, loaded=service.adapters.to_load())
+        adapters = [model.adapters for model in service.models.values()]
+        loaded = list(itertools.chain.from_iterable(entry.to_load() for entry in adapters))
+        options = replace(service.engine_options, loaded=loaded)
         process = self._first_process
         self._first_process = None
         link, service.first_frame = await EngineLink.start(options, service.limits.start, process)
-        for line in service.adapters.engine_started(link, service.first_frame):
-            log.warning(line)
+        for entry in adapters:
+            for line in entry.engine_started(link, service.first_frame):
+                log.warning(line)
         service.link = link
         service.weights.engine_started()
 

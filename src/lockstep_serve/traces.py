@@ -88,9 +88,9 @@ class Traces:
     def _attributes(self, ended: EndedRequest) -> dict[str, Any]:
         figures = ended.figures()
         request = ended.stream and ended.stream.prompts[0].request
-        model = self._model
+        model = ended.model(self._model)
         if request and request.adapter:
-            model = f"{model}:{request.adapter}"
+            model = f"{model}:{request.adapter.rpartition(':')[2]}"
         first_chunk_seconds = figures["ttft_seconds"] if ended.in_chunks else None
         return {
             "gen_ai.provider.name": "lockstep",

@@ -97,13 +97,15 @@ def shared_lora(demo: Results, shared: Shared) -> Results:
     return Results(shared.folder("lora", make))
 
 
-def opened(results: Results, precision: str = "fp32", **options: Any) -> Model:
+def opened(results: Results, precision: str = "fp32", weights_of: str = "demo-llama", **options: Any) -> Model:
     paths = (results.engines("demo-llama", precision, "onnxruntime"), results.assembly("demo-llama", precision))
     all_options = {"adapters_json": results.adapters("demo-llama"), "max_batch_size": 4, **options}
-    return Model.open(*paths, results.weights("demo-llama", precision), options=ModelOptions(**all_options))
+    return Model.open(*paths, results.weights(weights_of, precision), options=ModelOptions(**all_options))
 
 
-def logits_of(model: Model, requests: list[tuple[Any, str | None]], count: int = 5) -> list[np.ndarray]:
+def logits_of(
+    model: Model, requests: list[tuple[Any, str | None]], count: int = 5, checkpoint: str = ""
+) -> list[np.ndarray]:
     """Of each request with its adapter the logits of `count` greedy steps."""
     results: list[list[np.ndarray]] = [[] for _ in requests]
 
@@ -112,7 +114,7 @@ def logits_of(model: Model, requests: list[tuple[Any, str | None]], count: int =
             rows.append(logits.copy())
             return int(logits.argmax())
 
-        return Request(ids, count, choose, adapter=adapter)
+        return Request(ids, count, choose, adapter=adapter, checkpoint=checkpoint)
 
     for _ in Decoding(model, [request(*item, rows) for item, rows in zip(requests, results)]):
         pass

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from lockstep.artifacts.adapters import LoraSlots
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.dtypes import named_dtype
 from lockstep.errors import InputError
 from lockstep.runtime.binding import adapted_modules, lora_arrays
+from lockstep.runtime.request import adapter_of
 from lockstep.step.advance import Executor
 from lockstep.step.network import Network
 from lockstep.step.residency import Residency
@@ -17,44 +19,51 @@ from lockstep.weights.adapters import LoadedAdapter, LoraArrays, check_adapter, 
 
 
 class Adapters:
-    """The adapters of a model.
+    """The adapters of a model, of all its checkpoints.
 
     `residency` assigns an adapter to each request slot; `load` makes those resident. That writes their weights into
-    arrays which the blocks read, so nothing is rebuilt.
+    arrays which the blocks of all networks read, so nothing is rebuilt.
     """
 
-    def __init__(self, assembly: Assembly, slots: LoraSlots, arrays: Sequence[LoraArrays], executor: Executor):
+    def __init__(
+        self, assembly: Assembly, slots: LoraSlots, networks: Sequence[Sequence[LoraArrays]], executor: Executor
+    ):
         self.loaded: dict[str, LoadedAdapter] = {}
         self.residency = Residency(executor.num_slots, slots.max_adapters)
         self._slots = slots
-        self.arrays = arrays
+        self.arrays = networks[0]
         self._modules = adapted_modules(assembly)
         self._dtype = named_dtype(assembly.dtype)
         rank = slots.max_lora_rank
         adapter_slots = self.residency.places  # the array itself: `Residency` writes to it between steps
         # An executor on a device writes them there; arrays on the host are written here.
-        self._writer = executor.take_adapters(arrays, rank, adapter_slots) or _HostWriter(arrays, rank)
+        self._writer = executor.take_adapters(networks, rank, adapter_slots) or _HostWriter(self.arrays, rank)
 
     @classmethod
     def open(
-        cls, path: str | os.PathLike | None, assembly: Assembly, network: Network, executor: Executor
+        cls,
+        manifests: Mapping[str, str | os.PathLike | None],
+        assembly: Assembly,
+        networks: Sequence[Network],
+        executor: Executor,
     ) -> Adapters | None:
-        """Open the adapters of the manifest `path` (None: start without adapters); None for a model without slots.
+        """Open the adapters of manifests, by checkpoint (None: start without adapters); None for a model without slots.
 
         Raises InputError for an adapter that does not fit the graphs.
         """
         slots = assembly.adapters
+        paths = {checkpoint: path for checkpoint, path in manifests.items() if path is not None}
         if slots is None:
-            if path is not None:
+            for path in paths.values():
                 raise InputError(
                     f"{path}: expected a model whose graphs take adapters, found one without; give its `adapters` in "
                     "the config and export again"
                 )
             return None
-        adapters = cls(assembly, slots, lora_arrays(assembly, network), executor)
-        if path is not None:
-            for adapter in open_adapters(path).values():
-                adapters.add(adapter)
+        adapters = cls(assembly, slots, [lora_arrays(assembly, network) for network in networks], executor)
+        for checkpoint, path in paths.items():
+            for name, adapter in open_adapters(path).items():
+                adapters.add(replace(adapter, name=adapter_of(checkpoint, name)))
         return adapters
 
     def add(self, adapter: LoadedAdapter) -> None:

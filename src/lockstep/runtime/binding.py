@@ -6,9 +6,11 @@ An engine set and the weights of a checkpoint in; the network of a model cut aft
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from lockstep.artifacts.adapters import IDS, LoraSlots
 from lockstep.artifacts.assembly import Assembly, BoundBlock, Layer
@@ -48,6 +50,8 @@ class Binder:
         load = functools.partial(engines.load, threads=threads, low_memory=low_memory)
         blocks = engine_blocks(self.assembly)
         self._programs = {name: load(name) for name, _ in self.assembly.engine_graphs() if name in blocks}
+        # By the tensors of a block: what networks read of adapters is the same, whichever checkpoint is bound.
+        self._adapter_arrays: dict[tuple[str, ...], dict[str, Any]] = {}
         self._bases = {name: load(name) for name, _ in base_graphs(self.assembly) if name in engines.manifest.engines}
         self._mixers = _layer_mixers(engines, self.assembly.mixers, self._layers, load)
         if tensor_parallel is not None:
@@ -91,7 +95,11 @@ class Binder:
         engine = self._programs[block.graph].bind(weights, engines.tensors(block.graph, block.slots))
         # Inputs that are rows of the engine's own weights are written there, and are no inputs of a call.
         rows = engine.adapter_rows if isinstance(engine, HasAdapterRows) else {}
-        arrays = empty_arrays(assembly.adapters, block, named_dtype(assembly.dtype), engines.backend.empty, rows)
+        key = tuple(itertools.chain(*block.slots.values()))
+        if key not in self._adapter_arrays:
+            dtype = named_dtype(assembly.dtype)
+            self._adapter_arrays[key] = empty_arrays(assembly.adapters, block, dtype, engines.backend.empty, rows)
+        arrays = self._adapter_arrays[key]
         call_inputs = tuple(io for io in signature.inputs if io.name not in rows)
         bound = Block.whole(engine, replace(signature, inputs=call_inputs), {**arrays, **rows})
         if (base := base_engine(block.graph)) not in self._bases:

@@ -43,7 +43,7 @@ class ModelOptions:
     weights from memory-mapped files in each step instead of repacking a copy: slower. kv_bytes: memory for the KV
     cache, or below 1 the fraction of free memory; by default, on a CPU, a quarter of the container's or machine's
     memory. chunk_size: long prompts are computed in chunks that end at its multiples; by default 256 on a CPU, else 64.
-    adapters_json: the manifest of the model's adapters. cut_of: an open model; if it has the same engines and weights,
+    adapters_json: the manifest of its adapters. cut_of: an open model; if it has the same engines and weights,
     its bound layers are reused. others: further checkpoints that the engines run with. max_bound: checkpoints that are
     in memory at a time; None: all.
     """
@@ -130,7 +130,8 @@ class Model:
         executor = engines.backend.executor(networks, num_slots, max_seq_len, max_num_tokens, kv_bytes)
         if executor is None:
             executor = HostExecutor(networks, num_slots, max_seq_len, chunk_size, host_bytes(kv_bytes))
-        adapters = Adapters.open(options.adapters_json, engines.assembly, networks[0], executor)
+        manifests = {"": options.adapters_json, **{files.name: files.adapters for files in options.others}}
+        adapters = Adapters.open(manifests, engines.assembly, networks, executor)
         bound = Checkpoints(checkpoints, executor, binder.bind, num_bound)
         return cls(executor, max_num_tokens, engines, binder.num_layers, chunk_size, bound, adapters)
 

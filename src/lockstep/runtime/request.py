@@ -35,8 +35,8 @@ class Request:
     grammar: constrains each choice, which ends where the grammar allows no further token.
     prompt_logprobs: return log-probabilities of the prompt's tokens, and of this many top tokens
         (`Engine.prompt_logprobs`); max_new_tokens may then be 0.
-    adapter: name of a LoRA adapter, or None. checkpoint: name of the weights, "" for the model's first ones. id: the
-        client's, for logs.
+    adapter: name of a LoRA adapter, or None; NAME:ADAPTER for one of the further checkpoint NAME. checkpoint: name of
+        the weights, "" for the model's first ones. id: the client's, for logs.
     """
 
     prompt_ids: Sequence[int] | np.ndarray
@@ -59,11 +59,21 @@ class Request:
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """The manifests of a checkpoint, and its name in requests: "" for the first one of a model."""
+    """The manifests of a checkpoint, and its name in requests: "" for the first one of a model.
+
+    adapters: None without any. checkpoint: that its adapters are checked against, None where none can be loaded later.
+    """
 
     name: str
     assembly: str
     weights: str
+    adapters: str | None = None
+    checkpoint: str | None = None
+
+
+def adapter_of(checkpoint: str, name: str) -> str:
+    """Return the name in requests of a checkpoint's adapter."""
+    return f"{checkpoint}:{name}" if checkpoint else name
 
 
 @dataclass(frozen=True)

@@ -170,10 +170,11 @@ class Executor(Protocol):
         """Read weights into host memory, in parts, as far as it has room, so that loads take less time."""
 
     def take_adapters(
-        self, arrays: Sequence[LoraArrays], max_lora_rank: int, adapter_slots: np.ndarray
+        self, networks: Sequence[Sequence[LoraArrays]], max_lora_rank: int, adapter_slots: np.ndarray
     ) -> AdapterWriter | None:
-        """Use adapters from now on: those in slots of `arrays`, by request slot.
+        """Use adapters from now on: those in slots of arrays, by request slot.
 
+        networks: the arrays of each network; host arrays are the same ones.
         adapter_slots: int64 [num_slots], the adapter slot of each slot's request or -1, which the caller changes
         between steps. Returns a writer of adapters into the arrays; None if they are host arrays.
         """

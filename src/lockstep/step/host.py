@@ -173,7 +173,9 @@ class HostExecutor:
         else:
             self.samplers.pop(slot, None)
 
-    def take_adapters(self, arrays: Sequence[LoraArrays], max_lora_rank: int, adapter_slots: np.ndarray) -> None:
+    def take_adapters(
+        self, networks: Sequence[Sequence[LoraArrays]], max_lora_rank: int, adapter_slots: np.ndarray
+    ) -> None:
         self._adapters = adapter_slots
 
     def _choose(self, advances: Sequence[Advance], logits: np.ndarray) -> np.ndarray:

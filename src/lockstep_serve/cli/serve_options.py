@@ -114,8 +114,6 @@ def run_server(opened_models: Sequence[Opened], options: SimpleNamespace) -> Non
     _check_ranks(first, options.tensor_parallel)
     for other in opened_models[1:]:
         _check_engines(first, other)
-        if other.adapters is not None:
-            raise InputError(f"{other.target}: expected adapters of the first model only, found some; name it first")
     keys = read_api_keys(options.api_key_file, names)
     prefix = options.metrics_prefix
     if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", prefix):
@@ -166,13 +164,16 @@ def _serve(
         adapters=_path_text(first.adapters),
         checkpoint=_path_text(first.checkpoint),
         others=[
-            CheckpointFiles(name, str(other.assembly), str(other.weights))
+            CheckpointFiles(
+                name, str(other.assembly), str(other.weights), _path_text(other.adapters), _path_text(other.checkpoint)
+            )
             for name, other in zip(names[1:], opened_models[1:])
         ],
         max_bound=options.max_loaded_models,
     )
     if (root := options.allow_adapter_loading) is not None:
-        _check_adapter_loading(first)
+        for opened in opened_models:
+            _check_adapter_loading(opened)
     if options.allow_weight_updates is not None and first.adapters is not None:
         raise InputError(f"--allow-weight-updates: expected a model without adapters, found {first.target} with some")
     fields = ("max_queue", "max_queue_tokens", "queue_timeout", "stall", "slow_reader")

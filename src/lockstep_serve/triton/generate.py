@@ -19,7 +19,7 @@ from lockstep_serve.openapi import Endpoint
 from lockstep_serve.triton.infer import InferResponse, Triton
 from lockstep_serve.triton.inputs import InferRequest
 from lockstep_serve.triton.kserve import SEQUENCE, InferAnswer, events_of, model_endpoints, path_model
-from lockstep_serve.triton.models import VERSION, Spec
+from lockstep_serve.triton.models import VERSION, Model, Spec
 from lockstep_serve.triton.tensors import Tensor, to_list, values_array
 
 _JSON = {"content-type": "application/json"}
@@ -28,7 +28,7 @@ _JSON = {"content-type": "application/json"}
 def generate_endpoints(triton: Triton, access: Access) -> list[Endpoint]:
 
     async def answer(request: Request, is_stream: bool) -> InferAnswer:
-        infer_request = await _infer_request(request, access)
+        infer_request = await _infer_request(request, path_model(triton, request), access)
         inference = await triton.infer(infer_request)
         events = None
         if is_stream:
@@ -42,8 +42,7 @@ def generate_endpoints(triton: Triton, access: Access) -> list[Endpoint]:
     return model_endpoints("/generate", generate, "POST") + model_endpoints("/generate_stream", generate_stream, "POST")
 
 
-async def _infer_request(request: Request, access: Access) -> InferRequest:
-    model = path_model(request)
+async def _infer_request(request: Request, model: Model, access: Access) -> InferRequest:
     body = await decode_body(await read_body(request, access), dict[str, Any])
     id = body.pop("id", "")
     if not isinstance(id, str):

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 import grpc
@@ -111,12 +111,10 @@ class GrpcServer(Listener):
             return service.is_ready and service.is_live
 
         def model(request: Any) -> Model:
-            return model_of(request.name, request.version)
+            return model_of(triton.models, request.name, request.version)
 
         def statistics(request: Any) -> dict[str, Any]:
-            if not request.name:
-                return triton.statistics.of()
-            return triton.statistics.of(model(request).name)
+            return triton.statistics.of([model(request).name] if request.name else triton.models)
 
         return {
             "ServerLive": lambda request: {"live": service.is_live},
@@ -126,7 +124,7 @@ class GrpcServer(Listener):
             "ModelMetadata": lambda request: metadata(model(request)),
             "ModelConfig": lambda request: {"config": config(model(request), service.ready.max_batch_size)},
             "ModelStatistics": statistics,
-            "RepositoryIndex": lambda request: {"models": repository_index(service.is_ready)},
+            "RepositoryIndex": lambda request: {"models": repository_index(triton.models, service.is_ready)},
         }
 
     def _unary(self, name: str, method: _Method) -> Any:
@@ -172,7 +170,7 @@ class GrpcServer(Listener):
         check_key(authorization, self._keys)
 
     async def _model_infer(self, request: Any, notes: _Notes) -> Any:
-        infer = infer_request(request)
+        infer = infer_request(request, self._triton.models)
         notes["id"] = infer.id
         inference = await self._triton.infer(infer)
         notes["stream"] = inference.stream
@@ -215,7 +213,7 @@ class GrpcServer(Listener):
             with self._observed("ModelStreamInfer", context) as notes:
                 if isinstance(request, BadRequest):
                     raise request
-                infer = infer_request(request)
+                infer = infer_request(request, self._triton.models)
                 notes["id"] = infer.id
                 inference = await self._triton.infer(infer)
                 notes.update(stream=inference.stream, in_chunks=inference.in_tokens)
@@ -265,9 +263,9 @@ async def _abort(context: Any, error: StreamError) -> None:
     await context.abort(_CODES.get(error.status, grpc.StatusCode.INTERNAL), error.message, tuple(trailing))
 
 
-def infer_request(message: Any) -> InferRequest:
+def infer_request(message: Any, models: Mapping[str, Model]) -> InferRequest:
     """Return a ModelInferRequest as an `InferRequest`. Raises BadRequest."""
-    model = model_of(message.model_name, message.model_version)
+    model = model_of(models, message.model_name, message.model_version)
     raw = message.raw_input_contents
     if raw and (len(raw) != len(message.inputs) or any(tensor.HasField("contents") for tensor in message.inputs)):
         raise BadRequest(f"raw_input_contents: expected one for each of {len(message.inputs)} inputs, found {len(raw)}")

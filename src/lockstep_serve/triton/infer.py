@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,11 @@ import numpy as np
 from lockstep.runtime.completion import Choice
 from lockstep_serve.bodies import BadRequest
 from lockstep_serve.logprobs import finite
+from lockstep_serve.served_model import ServedModel
 from lockstep_serve.service import Service
 from lockstep_serve.stream import AnswerDelta, Stream, StreamError
 from lockstep_serve.triton.inputs import Batch, InferRequest, Prompt, check_outputs, prompts_of
+from lockstep_serve.triton.models import MODELS, Model
 from lockstep_serve.triton.statistics import Statistics
 from lockstep_serve.triton.tensors import Tensor, new_tensor
 from lockstep_serve.triton.text_models import postprocess, preprocess
@@ -53,7 +55,7 @@ class Inference:
 
 
 class Triton:
-    """The five models in front of a service."""
+    """The five models in front of a service's first model, and an ensemble in front of each by its name."""
 
     def __init__(self, service: Service, fold_ids: bool = False):
         """fold_ids: take token ids modulo the vocabulary's size."""
@@ -61,6 +63,17 @@ class Triton:
         self._fold_ids = fold_ids
         self._running: dict[str, set[Generation]] = {}  # by the ids of their requests, which may be the same
         self.statistics = Statistics()
+        self._ensembles = {name: replace(MODELS["ensemble"], name=name) for name in service.models}
+
+    @property
+    def models(self) -> dict[str, Model]:
+        """Return the models, by name, that the current request's key opens."""
+        return {**{model.name: self._ensembles[model.name] for model in self.service.opened_models}, **MODELS}
+
+    def served_model(self, request: InferRequest) -> ServedModel:
+        """Return the model that computes a request: the first one that its key opens, or the one that it names."""
+        name = request.model.name
+        return self.service.model(None if name in MODELS else name)
 
     async def infer(self, request: InferRequest) -> Inference:
         """Accept a request. Raises BadRequest, and StreamError where the queue is full."""
@@ -76,14 +89,15 @@ class Triton:
         return inference
 
     async def _infer(self, request: InferRequest) -> Inference:
-        batch = Batch(request, self.service.ready.max_batch_size)
+        model = self.served_model(request)
+        batch = Batch(request, model.ready.max_batch_size)
         outputs = request.outputs
         check_outputs(request)
         if request.model.name in ("preprocessing", "postprocessing"):
             if request.model.name == "preprocessing":
-                tensors = await preprocess(batch, self.service.default)
+                tensors = await preprocess(batch, model)
             else:
-                tensors = postprocess(batch, self.service.default)
+                tensors = postprocess(batch, model)
             return Inference([tensor for tensor in tensors if outputs is None or tensor.name in outputs], request.id)
         if any(batch.value("stop", number) for number in range(batch.size)):
             if not request.id:
@@ -94,9 +108,9 @@ class Triton:
             return Inference(id=request.id)
         lora = request.parameters.get("lora")
         if isinstance(lora, str) and lora:
-            await self.service.adapters.ensure_loaded(lora)
-        prompts = await prompts_of(batch, self.service.default, self._fold_ids, lora)
-        generation = Generation(self, request, batch, prompts)
+            await model.adapters.ensure_loaded(lora)
+        prompts = await prompts_of(batch, model, self._fold_ids, lora)
+        generation = Generation(self, request, model, batch, prompts)
         self._running.setdefault(request.id, set()).add(generation)
         return generation
 
@@ -150,17 +164,19 @@ class _Answer:
 class Generation(Inference):
     """A request that generates tokens; creating it queues it."""
 
-    def __init__(self, triton: Triton, request: InferRequest, batch: Batch, prompts: Sequence[Prompt]):
+    def __init__(
+        self, triton: Triton, request: InferRequest, model: ServedModel, batch: Batch, prompts: Sequence[Prompt]
+    ):
         """Queue the prompts. Raises StreamError where the queue is full."""
         super().__init__(id=request.id)
         self._triton = triton
         self._request = request
-        self._tokenizer = triton.service.default.tokenizer
+        self._tokenizer = model.tokenizer
         self.in_tokens = any(batch.value("stream", number, False) for number in range(batch.size))
         self._accumulates = request.model.name == "tensorrt_llm_bls" and request.parameters.get("accumulate_tokens")
         self._batch_size = batch.size
         self._n = max(prompt.prompt_request.request.n for prompt in prompts)
-        self.stream = triton.service.default.submit([prompt.prompt_request for prompt in prompts])
+        self.stream = model.submit([prompt.prompt_request for prompt in prompts])
         self._answers: list[_Answer] = []
         for number, prompt in enumerate(prompts):
             for sequence, choice in enumerate(prompt.prompt_request.collector.completion.choices):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from lockstep_serve.response import TokenResponse
 from lockstep_serve.stream import StreamError
 from lockstep_serve.triton.infer import Inference, InferResponse, Triton
 from lockstep_serve.triton.inputs import InferRequest
-from lockstep_serve.triton.models import MODELS, VERSION, Model, config, metadata, model_of
+from lockstep_serve.triton.models import VERSION, Model, config, metadata, model_of
 from lockstep_serve.triton.tensors import Tensor, check_parameters, from_bytes, from_list, to_bytes, to_list
 
 EXTENSIONS = ["binary_tensor_data", "model_configuration", "model_repository", "parameters", "generate", "statistics"]
@@ -93,8 +93,8 @@ def model_endpoints(action: str, handler: Handler, method: str = "GET") -> list[
     return [Endpoint(path + action, handler, method, error_response=triton_error) for path in paths]
 
 
-def path_model(request: Request) -> Model:
-    return model_of(request.path_params["name"], request.path_params.get("version", ""))
+def path_model(triton: Triton, request: Request) -> Model:
+    return model_of(triton.models, request.path_params["name"], request.path_params.get("version", ""))
 
 
 def kserve_endpoints(triton: Triton, access: Access) -> list[Endpoint]:
@@ -136,31 +136,31 @@ class _Kserve:
 
     async def _index(self, request: Request) -> Any:
         await read_body(request, self._access)
-        return json_response(repository_index(self._service.is_ready))
+        return json_response(repository_index(self._triton.models, self._service.is_ready))
 
     async def _all_statistics(self, request: Request) -> Any:
-        return json_response(self._triton.statistics.of())
+        return json_response(self._triton.statistics.of(self._triton.models))
 
     async def _statistics(self, request: Request) -> Any:
-        return json_response(self._triton.statistics.of(path_model(request).name))
+        return json_response(self._triton.statistics.of([path_model(self._triton, request).name]))
 
     async def _metadata(self, request: Request) -> Any:
-        return json_response(metadata(path_model(request)))
+        return json_response(metadata(path_model(self._triton, request)))
 
     async def _model_ready(self, request: Request) -> Any:
-        path_model(request)
+        path_model(self._triton, request)
         return await self._ready(request)
 
     async def _config(self, request: Request) -> Any:
-        return json_response(config(path_model(request), self._service.ready.max_batch_size))
+        return json_response(config(path_model(self._triton, request), self._service.ready.max_batch_size))
 
     async def _infer(self, request: Request) -> Any:
-        infer_request, is_binary = await _infer_request(request, self._access)
+        infer_request, is_binary = await _infer_request(request, path_model(self._triton, request), self._access)
         inference = await self._triton.infer(infer_request)
         return InferAnswer(inference, lambda response: _encode(infer_request, response, is_binary))
 
     async def _infer_stream(self, request: Request) -> Any:
-        infer_request, _ = await _infer_request(request, self._access)
+        infer_request, _ = await _infer_request(request, path_model(self._triton, request), self._access)
         # All outputs in each event: Triton's Python model, the client, selects those of its config.pbtxt.
         infer_request = replace(infer_request, outputs=None, complete=True)
         inference = await self._triton.infer(infer_request)
@@ -184,17 +184,16 @@ def server_metadata() -> dict[str, Any]:
     return {"name": "lockstep", "version": lockstep.__version__, "extensions": EXTENSIONS}
 
 
-def repository_index(is_ready: bool) -> list[dict[str, str]]:
+def repository_index(models: Iterable[str], is_ready: bool) -> list[dict[str, str]]:
     """Return the models, and whether they take requests."""
     state = {"state": "READY"}
     if not is_ready:
         state = {"state": "UNAVAILABLE", "reason": "the server starts or ends"}
-    return [{"name": name, "version": VERSION, **state} for name in MODELS]
+    return [{"name": name, "version": VERSION, **state} for name in models]
 
 
-async def _infer_request(request: Request, access: Access) -> tuple[InferRequest, Callable[[str], bool]]:
+async def _infer_request(request: Request, model: Model, access: Access) -> tuple[InferRequest, Callable[[str], bool]]:
     """Return the inference request, and which of its outputs are to be binary."""
-    model = path_model(request)
     data = await read_body(request, access)
     header = request.headers.get(_HEADER_LENGTH)
     length = len(data)

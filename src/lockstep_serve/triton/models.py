@@ -1,4 +1,4 @@
-"""The five models that clients of the TensorRT-LLM Triton backend use.
+"""The five models that clients of the TensorRT-LLM Triton backend use, and an ensemble by each served model's name.
 
 Names, datatypes and shapes of their tensors as that backend's config.pbtxt files give them, and what this server does
 with each input.
@@ -11,9 +11,11 @@ input of one of its steps, where that has another: with "_" it is an output of a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep_serve.adapters import one_of
 from lockstep_serve.bodies import BadRequest
 
 VERSION = "1"
@@ -208,13 +210,13 @@ def _specs(table: str) -> dict[str, Spec]:
 MODELS = {name: Model(name, _specs(_INPUTS[name]), _specs(_OUTPUTS[name])) for name in _INPUTS}
 
 
-def model_of(name: str, version: str = "") -> Model:
+def model_of(models: Mapping[str, Model], name: str, version: str = "") -> Model:
     """Return the model of a name and a version, empty for any. Raises BadRequest, 404."""
-    if name not in MODELS:
-        raise BadRequest(f"model: expected one of {', '.join(MODELS)}, found {name[:80]!r}", "model", 404)
+    if name not in models:
+        raise BadRequest(f"model: expected {one_of([*models])}, found {name[:80]!r}", "model", 404)
     if version not in ("", VERSION):
         raise BadRequest(f"version: expected {VERSION} of {name}, found {version[:20]!r}", "version", 404)
-    return MODELS[name]
+    return models[name]
 
 
 def metadata(model: Model) -> dict[str, Any]:

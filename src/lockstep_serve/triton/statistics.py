@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from typing import Any
 
-from lockstep_serve.triton.models import MODELS, VERSION
+from lockstep_serve.triton.models import VERSION
 
 _DURATIONS = "success fail queue compute_input compute_infer compute_output cache_hit cache_miss".split()
 
@@ -38,9 +39,9 @@ class Statistics:
         self._counts[model][name] += 1
         self._times[model][name] += max(0, round(seconds * 1e9))  # nanoseconds
 
-    def of(self, *models: str) -> dict[str, Any]:
-        """Return Triton's statistics of models, by default of all."""
-        return {"model_stats": [self._of(model) for model in models or MODELS]}
+    def of(self, models: Iterable[str]) -> dict[str, Any]:
+        """Return Triton's statistics of models."""
+        return {"model_stats": [self._of(model) for model in models]}
 
     def _of(self, model: str) -> dict[str, Any]:
         counts = self._counts[model]

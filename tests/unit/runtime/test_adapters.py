@@ -14,6 +14,7 @@ import torch
 import yaml
 from demo_model import DEMO, ROOT
 from families import FAMILIES, some_families
+from fine_tunes import add_fine_tune
 from hypothesis import given
 from hypothesis import strategies as st
 from lora_folders import ADAPTERS, NAMES, ROOM, logits_of, opened, requests, shared_lora, sizes, tensors, write
@@ -31,6 +32,7 @@ from lockstep.export.reference_runner import PackedRequest, ReferenceRunner
 from lockstep.export.torch_model import cut_config, load_folder
 from lockstep.runtime import Decoding, Engine, Model, Request, Sampling, Speculation, scheduler
 from lockstep.runtime.prefix import root_key
+from lockstep.runtime.request import CheckpointFiles, adapter_of
 from lockstep.stages import STAGES, jobs
 from lockstep.step.advance import Advance
 from lockstep.step.residency import Residency
@@ -100,6 +102,26 @@ def test_a_request_without_adapter_has_the_bits_of_the_model_without_adapters(de
     requests_plain = [(ids, None) for ids, _ in requests()]
     mixed = logits_of(opened(lora), [*requests_plain, *requests()])
     assert all(map(np.array_equal, logits_of(base, requests_plain), mixed))
+
+
+@pytest.mark.parametrize("max_bound", [1, 2])
+def test_each_checkpoint_has_adapters_of_its_own_whatever_was_bound_before(
+    lora: Results, tmp_path: Path, max_bound: int
+) -> None:
+    shutil.copytree(lora.root, tmp_path, dirs_exist_ok=True)
+    tree = Results(tmp_path)
+    add_fine_tune(tree, "tuned")
+    weights = tree.weights("tuned", "fp32")
+    tuned = CheckpointFiles(
+        "tuned", *map(str, (lora.assembly("demo-llama", "fp32"), weights)), str(lora.adapters("demo-llama"))
+    )
+    both = opened(lora, others=[tuned], max_bound=max_bound)
+    expected = {"": logits_of(opened(lora), requests())}
+    expected["tuned"] = logits_of(opened(tree, weights_of="tuned"), requests())
+    assert not np.array_equal(expected[""][0], expected["tuned"][0])
+    for checkpoint in ("", "tuned", "", "tuned"):
+        batch = [(ids, name and adapter_of(checkpoint, name)) for ids, name in requests()]
+        assert all(map(np.array_equal, logits_of(both, batch, checkpoint=checkpoint), expected[checkpoint]))
 
 
 def test_what_another_adapter_makes_infinite_is_not_seen(lora: Results) -> None:

@@ -39,7 +39,7 @@ def tree(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_fine_tunes(tmp_path_factory.mktemp("fine-tunes") / "results", demo, CONFIG, MODELS[1:])
 
 
-def answers(server: RealServer, model: str) -> list[object]:
+def answers(server: RealServer, model: str) -> list[tuple[str, object]]:
     """Return text and log-probabilities, which have all bits of float32, of each prompt."""
     choices = []
     for prompt in PROMPTS:
@@ -49,9 +49,9 @@ def answers(server: RealServer, model: str) -> list[object]:
 
 
 @pytest.fixture(scope="module")
-def alone(tree: Path) -> dict[str, list[object]]:
+def alone(tree: Path) -> dict[str, list[tuple[str, object]]]:
     """Return the answers of engines with one model each, as `answers` has them."""
-    expected: dict[str, list[object]] = {}
+    expected: dict[str, list[tuple[str, object]]] = {}
     for name, target in zip(MODELS, TARGETS, strict=True):
         engine = Engine(open_model(target, tree))
         completions = engine.generate(PROMPTS, open_tokenizer(target, tree), Sampling(logprobs=2), 24)
@@ -63,7 +63,7 @@ def alone(tree: Path) -> dict[str, list[object]]:
     return expected
 
 
-def check_together(server: RealServer, alone: dict[str, list[object]]) -> None:
+def check_together(server: RealServer, alone: dict[str, list[tuple[str, object]]]) -> None:
     with ThreadPoolExecutor(6) as pool:
         results = [(name, pool.submit(answers, server, name)) for name in 4 * MODELS]
     for name, result in results:
@@ -71,11 +71,22 @@ def check_together(server: RealServer, alone: dict[str, list[object]]) -> None:
     server.wait_idle()
 
 
-def test_each_model_answers_as_alone_whatever_the_others_do(tree: Path, alone: dict[str, list[object]]) -> None:
-    with RealServer(tree, *TARGETS[1:], "--max-loaded-models", 2, target=TARGETS[0]) as server:
+def test_each_model_answers_as_alone_whatever_the_others_do(
+    tree: Path, alone: dict[str, list[tuple[str, object]]], tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    options = (*TARGETS[1:], "--max-loaded-models", 2, "--request-log", log)
+    with RealServer(tree, *options, target=TARGETS[0]) as server:
         cards = server.get("/v1/models")["data"]
         assert [card["id"] for card in cards] == MODELS and len({card["root"] for card in cards}) == 3
         check_together(server, alone)
+        index = json.loads(server.request("POST", "/v2/repository/index", b"")[2])
+        assert [entry["name"] for entry in index][:3] == MODELS and index[3]["name"] == "ensemble"
+        for name in MODELS:
+            body = {"text_input": PROMPTS[0], "max_tokens": 24, "exclude_input_in_output": True}
+            answer = server.post(f"/v2/models/{name}/generate", **body)
+            assert answer["text_output"] == alone[name][0][0] and answer["model_name"] == name
+        assert server.get("/v2/models/tuned/stats")["model_stats"][0]["inference_count"] == 1
         metrics = server.request("GET", "/metrics")[2].decode()
         tokens = re.findall(r'lockstep:generation_tokens_total{model_name="(.+)"} (.+)', metrics)
         times = re.findall(r'lockstep:inter_token_latency_seconds_count{model_name="(.+)"} (.+)', metrics)
@@ -83,6 +94,8 @@ def test_each_model_answers_as_alone_whatever_the_others_do(tree: Path, alone: d
             assert [name for name, _ in series] == MODELS and all(float(count) > 40 for _, count in series), metrics
         status, _, body = server.request("POST", "/v1/completions", {"model": "none", "prompt": "a"})
         assert status == 404 and b"expected one of demo-llama, tuned, other, found 'none'" in body
+    logged = map(json.loads, log.read_text().splitlines())
+    assert [line["model"] for line in logged if "/generate" in line["endpoint"]] == MODELS
 
 
 def check_keys(server: RealServer) -> None:
@@ -95,6 +108,8 @@ def check_keys(server: RealServer) -> None:
     for key, names in opened.items():
         server.headers = {"Authorization": f"Bearer {key}"}
         assert [card["id"] for card in server.get("/v1/models")["data"]] == names
+        index = json.loads(server.request("POST", "/v2/repository/index", b"")[2])
+        assert [entry["name"] for entry in index if entry["name"] in MODELS] == names
         for name in (*MODELS, None):
             body = {"model": name, "prompt": "a", "max_tokens": 1}
             status, _, data = server.request("POST", "/v1/completions", body)
@@ -102,7 +117,8 @@ def check_keys(server: RealServer) -> None:
             if name is None or name in names:
                 assert (status, answer["model"]) == (200, name or names[0])
                 continue
-            assert status == server.request("GET", f"/v1/models/{name}")[0] == 404
+            paths = (f"/v1/models/{name}", f"/v2/models/{name}")
+            assert status == 404 and all(server.request("GET", path)[0] == 404 for path in paths)
             assert answer["error"]["message"].endswith(f"{', '.join(names)}, found {name!r}")
         for path in ("/metrics", "/status"):
             assert server.request("GET", path)[0] == (200 if key == "all-models" else 403)
@@ -111,7 +127,7 @@ def check_keys(server: RealServer) -> None:
 
 
 def test_a_folder_of_bundles_is_served_after_the_targets(
-    tree: Path, alone: dict[str, list[object]], tmp_path: Path
+    tree: Path, alone: dict[str, list[tuple[str, object]]], tmp_path: Path
 ) -> None:
     for name in MODELS[1:]:
         target = Target(name, "fp32", "all", "onnxruntime")
@@ -142,7 +158,7 @@ def test_a_folder_of_bundles_is_served_after_the_targets(
 
 
 def test_a_model_that_is_damaged_stops_no_other_and_a_dead_engine_none(
-    tree: Path, alone: dict[str, list[object]], tmp_path: Path
+    tree: Path, alone: dict[str, list[tuple[str, object]]], tmp_path: Path
 ) -> None:
     copy = Results(Path(shutil.copytree(tree, tmp_path / "results")))
     manifest_path = copy.weights("tuned", "fp32")

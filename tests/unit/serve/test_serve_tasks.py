@@ -241,7 +241,7 @@ def test_a_folder_that_cannot_be_read_is_told_and_the_next_one_is_read(monkeypat
     monkeypatch.setattr(adapter_loader, "read_folder", read)
     monkeypatch.setattr(adapter_loader.CheckpointManifest, "load", lambda path: None)
     results: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    loader = AdapterLoader(SimpleNamespace(most_bytes=1), "checkpoint.json", results.put)  # type: ignore[arg-type]
+    loader = AdapterLoader(SimpleNamespace(most_bytes=1), {"": "checkpoint.json"}, results.put)  # type: ignore[arg-type]
     for number, name in enumerate(("first", "second")):
         loader.start(Load(number, name, f"/{name}"))
     assert "expected an adapter, found OSError: [Errno 24] Too many" in results.get(timeout=ENDS).adapter
@@ -252,13 +252,14 @@ def test_a_fault_at_one_request_of_a_grpc_stream_is_its_answer() -> None:
     grpc = pytest.importorskip("grpc")
     from lockstep_serve.triton.grpc_messages import MESSAGES, SERVICE
     from lockstep_serve.triton.grpc_server import GrpcServer
+    from lockstep_serve.triton.models import MODELS
 
     async def infer(infer_request: Any) -> Any:
         raise ValueError("a fault of the test")
 
     async def run() -> Any:
         service = SimpleNamespace(observers=(), limits=SimpleNamespace(slow_reader=30.0))
-        triton: Any = SimpleNamespace(service=service, infer=infer)
+        triton: Any = SimpleNamespace(service=service, infer=infer, models=MODELS)
         server = GrpcServer(triton, Access(), "127.0.0.1", 0)
         await server.start()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:

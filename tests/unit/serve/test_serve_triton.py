@@ -231,7 +231,7 @@ def test_server_and_models_describe_themselves(server: RealServer) -> None:
     for path in ("/v2/health/live", "/v2/health/ready", f"{ENSEMBLE}/ready", f"{ENSEMBLE}/versions/1/ready"):
         assert server.request("GET", path)[0] == 200
     index = json.loads(server.request("POST", "/v2/repository/index", b"")[2])
-    assert [(model["version"], model["state"]) for model in index] == [("1", "READY")] * 5
+    assert [(model["version"], model["state"]) for model in index] == [("1", "READY")] * 6
     for name in (model["name"] for model in index):
         described = server.get(f"/v2/models/{name}/versions/1")
         config = server.get(f"/v2/models/{name}/config")
