@@ -128,8 +128,8 @@ def _open(
         loader = AdapterLoader(model.adapters, manifests, deliver)
         lost_adapters = loader.reload(options.loaded)
         for name, adapter in model.adapters.loaded.items():
-            checkpoint, _, own_name = name.rpartition(":")
-            adapters.setdefault(checkpoint, {})[own_name] = adapter.sha256
+            checkpoint_name, _, own_name = name.rpartition(":")
+            adapters.setdefault(checkpoint_name, {})[own_name] = adapter.sha256
     speculation = None
     if options.speculative is not None:
         speculation = open_speculation(model, Speculative(**options.speculative), options.threads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +19,11 @@ from lockstep.weights import Weights
 BASE = "demo-llama"
 
 
-def add_fine_tune(tree: Results, name: str, precision: str = "fp32", seed: int = 1) -> None:
-    """Add a model to results that have the demo: its blocks have other numbers, its embedding and head the same."""
+def add_fine_tune(tree: Results, name: str, precision: str = "fp32", seed: int = 1, layers: str = r"\d+") -> None:
+    """Add a model to results that have the demo.
+
+    layers: the numbers of those with other weights, as a regular expression. Its embedding and head are the demo's.
+    """
     for path in (tree.assembly(BASE, precision), tree.engines(BASE, precision, "onnxruntime")):
         target = Path(str(path.parent).replace(f"/{BASE}/", f"/{name}/"))
         shutil.copytree(path.parent, target, copy_function=os.link)
@@ -33,7 +37,7 @@ def add_fine_tune(tree: Results, name: str, precision: str = "fp32", seed: int =
     manifest = manifest.moved(lambda path: Path(path).name)
     random = np.random.default_rng(seed)
     for tensor, place in manifest.tensors.items():
-        if ".layers." in tensor:
+        if re.search(rf"\.layers\.({layers})\.", tensor):
             values = weights[tensor]
             noise = random.standard_normal(values.shape, np.float32)
             changed = (values + values.std() * noise).astype(values.dtype)

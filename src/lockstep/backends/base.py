@@ -159,12 +159,14 @@ class Backend(Protocol):
         """Return an executor of networks on their ranks' devices; None: the runtime's own, on the host."""
         return None
 
-    def decode_layers(self, network: Network) -> HostExecutable | None:
+    def decode_layers(self, network: Network, weights: Tensors) -> HostExecutable | None:
         """Return all layers of a network as one engine for rows that decode; None where their own are as fast.
 
-        Its inputs are the step's values, `past_lengths`, and each layer's keys and values as `<layer>.past_key` and
-        `<layer>.past_value`, to which it writes. Outputs are what the exit reads, as `<value>_out`. Its bits are those
-        of the engines that it is made of.
+        weights: of the network, whose blocks may be those of another checkpoint.
+
+        The engine's inputs are the step's values, `past_lengths`, and each layer's keys and values as
+        `<layer>.past_key` and `<layer>.past_value`, to which it writes. Outputs are what the exit reads, as
+        `<value>_out`. Its bits are those of the engines that it is made of.
         """
         return None
 

@@ -6,11 +6,16 @@ An engine set and the weights of a checkpoint in; the network of a model cut aft
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from lockstep.artifacts.adapters import IDS, LoraSlots
 from lockstep.artifacts.assembly import Assembly, BoundBlock, Layer
@@ -22,6 +27,7 @@ from lockstep.artifacts.tensor_parallel import ShardedClass, ShardEntry, TensorP
 from lockstep.backends.base import Program
 from lockstep.backends.engine_set import EngineSet
 from lockstep.backends.graphs import base_engine, base_graphs
+from lockstep.manifests.manifest_files import content
 from lockstep.step.activations import with_activations
 from lockstep.step.executable import Executable, HasAdapterRows
 from lockstep.step.host import check_engine
@@ -35,8 +41,20 @@ from lockstep.weights.ranks import RankWeights
 class Binder:
     """The engines of a model cut after some layers, loaded once, to be bound to checkpoints of its shape."""
 
-    def __init__(self, engines: EngineSet, layers: int | str, threads: int | None = None, low_memory: bool = False):
-        """Load the engines; layers: "all", or a number. Raises InputError for one that the model does not have."""
+    def __init__(
+        self,
+        engines: EngineSet,
+        layers: int | str,
+        threads: int | None = None,
+        low_memory: bool = False,
+        shares_blocks: bool = False,
+    ):
+        """Load the engines.
+
+        layers: "all", or a number. shares_blocks: checkpoints with the same numbers in a block share its memory.
+
+        Raises InputError for a layer that the model does not have.
+        """
         self.engines = engines
         self.assembly = with_activations(engines.assembly, engines.backend.activations)
         self.num_layers = layer_count(self.assembly, layers)
@@ -50,6 +68,9 @@ class Binder:
         load = functools.partial(engines.load, threads=threads, low_memory=low_memory)
         blocks = engine_blocks(self.assembly)
         self._programs = {name: load(name) for name, _ in self.assembly.engine_graphs() if name in blocks}
+        self._shares_blocks = shares_blocks
+        self._blocks: weakref.WeakValueDictionary[bytes, Block] = weakref.WeakValueDictionary()  # by digest
+        self._digests: dict[tuple[str, ...], bytes] = {}  # by checkpoint and the names of a block's tensors
         # By the tensors of a block: what networks read of adapters is the same, whichever checkpoint is bound.
         self._adapter_arrays: dict[tuple[str, ...], dict[str, Any]] = {}
         self._bases = {name: load(name) for name, _ in base_graphs(self.assembly) if name in engines.manifest.engines}
@@ -72,6 +93,8 @@ class Binder:
             first_rank, *other_ranks = (binder.bind(weights) for binder in self._ranks)
             return replace(first_rank, others=tuple(other_ranks))
         bind = functools.partial(self._bind_block, weights)
+        if self._shares_blocks:
+            bind = functools.partial(self._shared_block, weights, content(Path(weights_json)))
         if shared is not None and len(self._layers) == len(shared.layers):
             return shared
         if shared is not None and len(self._layers) < len(shared.layers):
@@ -80,9 +103,23 @@ class Binder:
             network = replace(shared, layers=shared.layers[: len(self._layers)], exit=exit_block)
         else:
             network = _network(self.assembly, self._layers, bind, self._mixers)
-        network = replace(network, decode_layers=self.engines.backend.decode_layers(network))
+        network = replace(network, decode_layers=self.engines.backend.decode_layers(network, weights))
         weights.drop_pages()  # engines have copies, or map the files themselves
         return network
+
+    def _shared_block(self, weights: Weights, checkpoint: str, block: BoundBlock) -> Block:
+        """Return a block, that of another checkpoint if that has the same numbers in it."""
+        names = block.graph, *_tensors_of(block)
+        key = checkpoint, *names
+        if key not in self._digests:
+            digest = hashlib.sha256(repr(names).encode())  # another layer has its own arrays of adapters
+            for name in names[1:]:
+                digest.update(hashlib.sha256(weights[name].reshape(-1).view(np.uint8).data).digest())
+            self._digests[key] = digest.digest()
+        bound = self._blocks.get(self._digests[key])
+        if bound is None:
+            bound = self._blocks[self._digests[key]] = self._bind_block(weights, block)
+        return bound
 
     def _bind_block(self, weights: Weights, block: BoundBlock) -> Block:
         assembly = self.assembly
@@ -95,7 +132,7 @@ class Binder:
         engine = self._programs[block.graph].bind(weights, engines.tensors(block.graph, block.slots))
         # Inputs that are rows of the engine's own weights are written there, and are no inputs of a call.
         rows = engine.adapter_rows if isinstance(engine, HasAdapterRows) else {}
-        key = tuple(itertools.chain(*block.slots.values()))
+        key = _tensors_of(block)
         if key not in self._adapter_arrays:
             dtype = named_dtype(assembly.dtype)
             self._adapter_arrays[key] = empty_arrays(assembly.adapters, block, dtype, engines.backend.empty, rows)
@@ -106,6 +143,10 @@ class Binder:
             return bound
         plain = self._bases[base].bind(weights, engines.tensors(base, block.slots))
         return replace(bound, base=Block.whole(plain, _without(signature, assembly.adapters, block.graph)))
+
+
+def _tensors_of(block: BoundBlock) -> tuple[str, ...]:
+    return tuple(itertools.chain.from_iterable(block.slots.values()))
 
 
 def _network(

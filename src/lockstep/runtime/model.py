@@ -116,7 +116,9 @@ class Model:
             is_same = cut_of.engines.digest() == engines.digest() and cut_of.weights_sha256 == first.weights_sha256
             if is_same and isinstance(cut_of.executor, HostExecutor):
                 shared = cut_of.executor.networks[0]
-        binder = Binder(engines, layers, options.threads, options.low_memory)
+        # On a device, weights are replaced in place.
+        shares_blocks = len(checkpoints) > 1 and engines.backend.on_host
+        binder = Binder(engines, layers, options.threads, options.low_memory, shares_blocks)
         networks = [binder.bind(checkpoint.weights_json, shared) for checkpoint in checkpoints[:num_bound]]
         chunk_size = options.chunk_size
         kv_bytes = options.kv_bytes

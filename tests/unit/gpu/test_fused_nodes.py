@@ -73,7 +73,7 @@ def test_rope_that_the_node_does_not_know_stays(tiny):
 def test_layers_in_one_graph_have_the_bits_of_their_engines(tiny, monkeypatch):
     paths = tiny.engines("tiny", "fp32", "onnxruntime"), tiny.assembly("tiny", "fp32"), tiny.weights("tiny", "fp32")
     full = Model.open(*paths, options=ModelOptions(max_batch_size=3, max_seq_len=64))
-    monkeypatch.setattr(OnnxRuntimeBackend, "decode_layers", lambda self, network: None)
+    monkeypatch.setattr(OnnxRuntimeBackend, "decode_layers", lambda self, network, weights: None)
     cut = Model.open(*paths, options=ModelOptions(max_batch_size=3, max_seq_len=64))
     tokens = np.arange(64) % 90
 

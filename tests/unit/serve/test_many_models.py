@@ -14,9 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from demo_model import CONFIG
-from fine_tunes import make_fine_tunes
+from fine_tunes import add_fine_tune, make_fine_tunes
 
 from lockstep.artifacts.weights import WeightsManifest
 from lockstep.bundle.pack import pack
@@ -25,6 +26,7 @@ from lockstep.runtime import Engine, Model, ModelOptions, Request, Sampling
 from lockstep.runtime.request import CheckpointFiles
 from lockstep.runtime.target import open_model, open_tokenizer
 from lockstep.stages import STAGES
+from lockstep.step.advance import Advance
 from lockstep.targets import Results, Target
 from real_server import RealServer
 from some import some
@@ -196,14 +198,37 @@ def test_a_model_that_is_damaged_stops_no_other_and_a_dead_engine_none(
                 assert result.result() == alone[name]
 
 
+def open_checkpoints(tree: Path, first: str, others: list[str], max_bound: int | None = None) -> Model:
+    results = Results(tree)
+    assembly = str(results.assembly("demo-llama", "fp32"))
+    tunes = [CheckpointFiles(name, assembly, str(results.weights(name, "fp32"))) for name in others]
+    options = ModelOptions(max_batch_size=2, max_seq_len=64, threads=1, others=tunes, max_bound=max_bound)
+    engines = results.engines("demo-llama", "fp32", "onnxruntime")
+    return Model.open(engines, assembly, results.weights(first, "fp32"), options=options)
+
+
+def logits_of(model: Model, network: int = 0) -> np.ndarray:
+    """Return the logits of a prompt, and of a token after it."""
+    prompt, token = Advance(0, np.array([1, 2, 3]), 0, network=network), Advance(0, np.array([4]), 3, network=network)
+    return np.concatenate([model.step([prompt]), model.step([token])])
+
+
+def test_checkpoints_share_the_blocks_whose_numbers_are_equal(tree: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(tree, tmp_path / "results", copy_function=os.link))
+    add_fine_tune(Results(copy), "two-layers", layers="[12]")
+    both = open_checkpoints(copy, "demo-llama", ["two-layers"])
+    base, tuned = both.executor.networks  # type: ignore[attr-defined]
+    shared = [block is other for block, other in zip(base.blocks, tuned.blocks, strict=True)]
+    # A block ends at a layer's attention, and begins after that of the layer before.
+    assert shared == [True, True, False, False, False, *[True] * (len(shared) - 5)] and len(shared) > 5
+    for network, name in enumerate(("demo-llama", "two-layers")):
+        assert np.array_equal(logits_of(both, network), logits_of(open_checkpoints(copy, name, [])))
+
+
 @pytest.mark.parametrize("count", some([40, 1000]))
 def test_switches_leave_nothing_behind(tree: Path, count: int) -> None:
     """One model is in memory at a time, and each two requests are of another one than those before."""
-    results = Results(tree)
-    assembly = str(results.assembly("demo-llama", "fp32"))
-    first, *tunes = [CheckpointFiles(name, assembly, str(results.weights(name, "fp32"))) for name in MODELS]
-    options = ModelOptions(max_batch_size=2, max_seq_len=64, threads=1, others=tunes, max_bound=1)
-    model = Model.open(results.engines("demo-llama", "fp32", "onnxruntime"), assembly, first.weights, options=options)
+    model = open_checkpoints(tree, MODELS[0], MODELS[1:], 1)
     engine = Engine(model)
 
     def switch(times: int) -> None:
@@ -223,5 +248,5 @@ def test_switches_leave_nothing_behind(tree: Path, count: int) -> None:
     after = resources()
     assert model.checkpoints.residency is not None and model.checkpoints.residency.loads == 30 + count
     assert after[:2] == before[:2]
-    nbytes = Path(first.weights).with_name("weights.safetensors").stat().st_size
+    nbytes = Results(tree).weights(MODELS[0], "fp32").with_name("weights.safetensors").stat().st_size
     assert after[2] - before[2] < count / 4 * nbytes  # a leak of each model is four times that; allocators keep some

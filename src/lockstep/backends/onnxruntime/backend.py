@@ -127,19 +127,18 @@ class OnnxRuntimeBackend(HostBackend):
         _use_global_pool(threads)
         return OnnxRuntimeProgram(_read(engine_path), slots, low_memory, engine_path)
 
-    def decode_layers(self, network: Network) -> OnnxRuntimeExecutable | None:
+    def decode_layers(self, network: Network, weights: Tensors) -> OnnxRuntimeExecutable | None:
         # A call of the library costs about as much as a small layer's products, so one call of all layers is faster.
         parts = list[Part]()
         slots = list[IO]()
         tensors = dict[str, Sequence[str]]()
-        weights = None
         size = 0
         for number, (block, mixer) in enumerate(network.layers):
             engine = block.pieces[0].engine
             attention = mixer.engines["decode"]
             if not (isinstance(engine, OnnxRuntimeExecutable) and isinstance(attention, OnnxRuntimeExecutable)):
                 return None  # several ranks: each block is pieces with all-reduces between them
-            program, weights, bound = engine.arguments
+            program, bound = engine.arguments
             if block.adapters or not attention.present or not program.stitches:
                 return None
             prefix = f"{number}.block."
@@ -213,7 +212,7 @@ class OnnxRuntimeProgram:
             heap.trim()
         if self._on_huge_pages:
             heap.collapse()
-        return OnnxRuntimeExecutable(session, str(self.where), BindArguments(self, weights, slots))
+        return OnnxRuntimeExecutable(session, str(self.where), BindArguments(self, slots))
 
     def _check(self, slot: str, arrays: Sequence[np.ndarray]) -> None:
         check_arrays(arrays, *self._inputs.declared[slot], f"{self.where}: slot {slot}")
@@ -232,7 +231,6 @@ class BindArguments(NamedTuple):
     """What a session was created from, to open it once more as a part of a larger graph."""
 
     program: OnnxRuntimeProgram
-    weights: Tensors | None
     slots: Mapping[str, Sequence[str]]
 
 
