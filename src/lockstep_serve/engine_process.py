@@ -141,7 +141,7 @@ def _open(
         end_ids = checkpoint.eos_token_ids
         compilers[name] = Compiler(checkpoint.assembly_json, model.vocab_size, end_ids, options.grammar_seconds)
         if name:
-            others[name] = root_key(model, checkpoint=name).hex(), list(end_ids)
+            others[name] = root_key(model, checkpoint=name).hex(), list(end_ids), checkpoint.weights_sha256
     engine = Engine(
         model,
         limits["max_input_len"],

@@ -82,7 +82,8 @@ class UpdateWeights:
 class Ready:
     """The engine's limits. adapters: by checkpoint and name, the digest of each. lost_adapters: the reason for each.
 
-    identity: of the computation; eos_token_ids: both of the first checkpoint. others: those of further ones, by name.
+    identity: of the computation; eos_token_ids: both of the first checkpoint. others: those of further ones, by name,
+    and the digest of the weights.
     step_sizes: see `StepSizes`.
     """
 
@@ -105,13 +106,13 @@ class Ready:
     lost_adapters: Mapping[str, Mapping[str, str]]
     kv_cache_dtype: str | None = None
     step_sizes: Mapping[str, Any] = field(default_factory=dict)
-    others: Mapping[str, tuple[str, Sequence[int]]] = field(default_factory=dict)
+    others: Mapping[str, tuple[str, Sequence[int], str]] = field(default_factory=dict)
 
     def of(self, checkpoint: str) -> Ready:
         """Return the same of a checkpoint."""
         if not checkpoint:
             return self
-        identity, eos_token_ids = self.others[checkpoint]
+        identity, eos_token_ids, _ = self.others[checkpoint]
         return replace(self, identity=identity, eos_token_ids=eos_token_ids)
 
 

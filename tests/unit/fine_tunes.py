@@ -19,15 +19,17 @@ from lockstep.weights import Weights
 BASE = "demo-llama"
 
 
-def add_fine_tune(tree: Results, name: str, precision: str = "fp32", seed: int = 1, layers: str = r"\d+") -> None:
-    """Add a model to results that have the demo.
+def add_fine_tune(
+    tree: Results, name: str, precision: str = "fp32", seed: int = 1, layers: str = r"\d+", base: str = BASE
+) -> None:
+    """Add a model to results that have the base.
 
-    layers: the numbers of those with other weights, as a regular expression. Its embedding and head are the demo's.
+    layers: the numbers of those with other weights, as a regular expression. Its embedding and head are the base's.
     """
-    for path in (tree.assembly(BASE, precision), tree.engines(BASE, precision, "onnxruntime")):
-        target = Path(str(path.parent).replace(f"/{BASE}/", f"/{name}/"))
+    for path in (tree.assembly(base, precision), tree.engines(base, precision, "onnxruntime")):
+        target = Path(str(path.parent).replace(f"/{base}/", f"/{name}/"))
         shutil.copytree(path.parent, target, copy_function=os.link)
-    source = tree.weights(BASE, precision)
+    source = tree.weights(base, precision)
     weights = Weights.open(source)
     manifest = WeightsManifest.load(source)
     out = tree.weights(name, precision)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from demo_model import ROOT
+from fine_tunes import add_fine_tune
 from safetensors.numpy import save_file
 
 from lockstep.artifacts.assembly import Assembly
@@ -20,6 +22,8 @@ from lockstep.config import load
 from lockstep.export.lora import with_adapters
 from lockstep.runtime import Decoding, Model, ModelOptions, Request
 from lockstep.runtime.binding import adapted_modules
+from lockstep.runtime.generate import generate
+from lockstep.runtime.target import open_model, open_tokenizer
 from lockstep.targets import Results
 from lockstep.weights.check_adapters import resolve_adapters
 from shared import Shared
@@ -28,6 +32,7 @@ ADAPTERS = ROOT / "resources" / "demo-adapters"
 NAMES = ("captain", "shakespeare")
 CONFIG = load.load(ROOT / "config" / "adapters.yaml")
 TARGET = "demo-lora/fp32/all"
+TUNED = "tuned-lora/fp32/all"
 LIGHT = {
     None: " travels faster than anything else",
     "captain": " the lamps, for we sail with the tide.",
@@ -148,3 +153,25 @@ def served_lora(demo: Results, shared: Shared) -> Results:
         write_json(tree.config(), CONFIG.dump())
 
     return Results(shared.folder("lora-served", make))
+
+
+def tuned_lora(folder: Path, demo: Results, shared: Shared) -> Results:
+    """Make a copy of `served_lora` with a fine-tune, which has the same adapters."""
+    tree = Results(Path(shutil.copytree(served_lora(demo, shared).root, folder, copy_function=os.link)))
+    add_fine_tune(tree, "tuned-lora", base="demo-lora")
+    for path in (tree.adapters, tree.checkpoint):
+        shutil.copy(path("demo-lora"), path("tuned-lora"))
+    models = {**CONFIG.models, "tuned-lora": CONFIG.models["demo-lora"]}
+    write_json(tree.config(), CONFIG.model_copy(update={"models": models}).dump())
+    return tree
+
+
+def tuned_texts(results: Results) -> dict[str | None, str]:
+    """Return what the fine-tune alone says with each adapter after the prompt of `LIGHT`."""
+    model = open_model(f"{TUNED}/onnxruntime", results.root)
+    tokenizer = open_tokenizer(f"{TUNED}/onnxruntime", results.root)
+    texts = {}
+    for name in LIGHT:
+        texts[name] = "".join(delta.text for delta in generate(model, tokenizer, ["Light"], 16, adapter=name))
+    assert len({*texts.values(), *LIGHT.values()}) == 6
+    return texts

@@ -31,12 +31,15 @@ class Checkpoint:
         weights_sha256: The digest of the tensors, which does not depend on where the files are.
     """
 
-    def __init__(self, name: str, assembly_json: Path, weights_json: Path, assembly: Assembly):
+    def __init__(
+        self, name: str, assembly_json: Path, weights_json: Path, assembly: Assembly, weights_sha256: str | None = None
+    ):
+        """weights_sha256: the digest of weights that may have changed since; None: read it."""
         self.name = name
         self.assembly_json = assembly_json
         self.weights_json = weights_json
-        self._state = _state(weights_json)
-        self.weights_sha256 = content(self.weights_json)
+        self._state = None if weights_sha256 else _state(weights_json)
+        self.weights_sha256 = weights_sha256 or content(weights_json)
         self.eos_token_ids = assembly.eos_token_ids
         self._vocab_size = assembly.vocab_size
 
@@ -79,14 +82,22 @@ class Checkpoints:
     """
 
     def __init__(
-        self, checkpoints: Sequence[Checkpoint], executor: Executor, bind: Callable[[Path], Network], bound: int
+        self,
+        checkpoints: Sequence[Checkpoint],
+        executor: Executor,
+        bind: Callable[[Path], Network],
+        bound: Sequence[Checkpoint],
     ):
-        """Start with the first `bound` checkpoints in the executor's networks. bind: see `Executor.load`."""
+        """Start with these checkpoints bound to the networks; one that is bound to several has the first of them.
+
+        bind: see `Executor.load`.
+        """
         self.by_name = {checkpoint.name: checkpoint for checkpoint in checkpoints}
         self.residency: Residency | None = None
         if len(checkpoints) > 1:
-            self.residency = Residency(executor.num_slots, bound)
-            self.residency.place_of.update((checkpoint.name, n) for n, checkpoint in enumerate(checkpoints[:bound]))
+            self.residency = Residency(executor.num_slots, len(bound))
+            for number, checkpoint in enumerate(bound):
+                self.residency.place_of.setdefault(checkpoint.name, number)
         self._executor = executor
         self._bind = bind
         self._loads: dict[int, tuple[str, Load]] = {}  # by network

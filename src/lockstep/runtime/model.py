@@ -108,8 +108,11 @@ class Model:
         checkpoints = [first]
         for files in options.others:
             assembly = check_shares(first.assembly_json, engines.assembly, Path(files.assembly))
-            checkpoints.append(Checkpoint(files.name, Path(files.assembly), Path(files.weights), assembly))
-        num_bound = min(options.max_bound or len(checkpoints), len(checkpoints))
+            paths = Path(files.assembly), Path(files.weights)
+            checkpoints.append(Checkpoint(files.name, *paths, assembly, files.weights_sha256))
+        bound = checkpoints[: options.max_bound]
+        if any(files.weights_sha256 for files in options.others):  # their files may be damaged
+            bound = [first] * len(bound)
         shared = None  # a draft that is a cut of the model: its layers are in memory already
         cut_of = options.cut_of
         if cut_of is not None:
@@ -119,7 +122,7 @@ class Model:
         # On a device, weights are replaced in place.
         shares_blocks = len(checkpoints) > 1 and engines.backend.on_host
         binder = Binder(engines, layers, options.threads, options.low_memory, shares_blocks)
-        networks = [binder.bind(checkpoint.weights_json, shared) for checkpoint in checkpoints[:num_bound]]
+        networks = [binder.bind(checkpoint.weights_json, shared) for checkpoint in bound]
         chunk_size = options.chunk_size
         kv_bytes = options.kv_bytes
         if chunk_size is None:
@@ -134,8 +137,8 @@ class Model:
             executor = HostExecutor(networks, num_slots, max_seq_len, chunk_size, host_bytes(kv_bytes))
         manifests = {"": options.adapters_json, **{files.name: files.adapters for files in options.others}}
         adapters = Adapters.open(manifests, engines.assembly, networks, executor)
-        bound = Checkpoints(checkpoints, executor, binder.bind, num_bound)
-        return cls(executor, max_num_tokens, engines, binder.num_layers, chunk_size, bound, adapters)
+        pool = Checkpoints(checkpoints, executor, binder.bind, bound)
+        return cls(executor, max_num_tokens, engines, binder.num_layers, chunk_size, pool, adapters)
 
     @property
     def assembly_json(self) -> Path:

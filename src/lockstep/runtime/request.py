@@ -62,6 +62,8 @@ class CheckpointFiles:
     """The manifests of a checkpoint, and its name in requests: "" for the first one of a model.
 
     adapters: None without any. checkpoint: that its adapters are checked against, None where none can be loaded later.
+    weights_sha256: of the weights that an earlier process had, which need not be there before they are requested; None:
+    weights as they are.
     """
 
     name: str
@@ -69,6 +71,7 @@ class CheckpointFiles:
     weights: str
     adapters: str | None = None
     checkpoint: str | None = None
+    weights_sha256: str | None = None
 
 
 def adapter_of(checkpoint: str, name: str) -> str:

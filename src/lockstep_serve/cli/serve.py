@@ -106,7 +106,9 @@ class _Serve(GroupedCommand):
     type=AT_LEAST_1,
     help="Models whose weights are in memory at a time; the least recently used one makes room.  [default: all]",
 )
-@click.option("--api-key-file", type=PATH, help="API keys, one per line; requests need one.")
+@click.option(
+    "--api-key-file", type=PATH, help="API keys, one per line, each with the models it opens or none for all."
+)
 @click.option(
     "--max-model-len",
     type=click.IntRange(min=2),

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from demo_model import CONFIG as DEMO_CONFIG
 from demo_model import ROOT
-from lora_folders import ADAPTERS, LIGHT, TARGET, served_lora, tensors, write
+from lora_folders import ADAPTERS, LIGHT, TARGET, TUNED, tensors, tuned_lora, tuned_texts, write
 
 from calls import call
 from lockstep.artifacts.files import write_json
@@ -26,8 +26,8 @@ from shared import Shared
 
 
 @pytest.fixture(scope="module")
-def results(demo: Results, shared: Shared) -> Results:
-    return served_lora(demo, shared)
+def results(demo: Results, shared: Shared, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return tuned_lora(tmp_path_factory.mktemp("tuned") / "results", demo, shared)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(results: Results, root: Path) -> Iterator[RealServer]:
-    with RealServer(results.root, "--allow-adapter-loading", str(root), target=TARGET) as running:
+    with RealServer(results.root, TUNED, "--allow-adapter-loading", str(root), target=TARGET) as running:
         yield running
 
 
@@ -156,6 +156,18 @@ def test_vllms_requests_load_and_unload(server: RealServer, root: Path) -> None:
     assert reply == (200, "Success: LoRA adapter 'mine' removed successfully.")
     assert completion(server, model="demo-lora:mine")[0] == 404 and "demo-lora:mine" not in names(server)
     assert post(server, "/v1/unload_lora_adapter", {"lora_name": "captain"})[0] == 404, "the config's stay"
+
+
+def test_a_further_model_loads_folders_of_its_own(server: RealServer, results: Results, root: Path) -> None:
+    captain = tuned_texts(results)["captain"]
+    options = {"lora_name": "mine", "lora_path": str(root / "sailor"), "model": "tuned-lora"}
+    assert post(server, "/v1/load_lora_adapter", options)[0] == 200
+    assert text(server, model="tuned-lora:mine") == text(server, model="tuned-lora", lora="sailor") == captain
+    os.kill(server.engine_pid, signal.SIGKILL)
+    assert text(server, model="tuned-lora:mine") == captain
+    assert completion(server, model="demo-lora:mine")[0] == 404
+    assert post(server, "/v1/unload_lora_adapter", options)[0] == 200
+    assert completion(server, model="tuned-lora:mine")[0] == 404
 
 
 def test_requests_that_ask_at_once_wait_for_one_load(server: RealServer) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from lora_folders import LIGHT, TARGET, served_lora
+from lora_folders import LIGHT, TARGET, TUNED, tuned_lora, tuned_texts
 
 from lockstep.cli.main import main
 from lockstep.runtime.target import open_model
@@ -22,13 +22,13 @@ from shared import Shared
 
 
 @pytest.fixture(scope="module")
-def results(demo: Results, shared: Shared) -> Results:
-    return served_lora(demo, shared)
+def results(demo: Results, shared: Shared, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return tuned_lora(tmp_path_factory.mktemp("tuned") / "results", demo, shared)
 
 
 @pytest.fixture(scope="module")
 def server(results: Results) -> Iterator[RealServer]:
-    with RealServer(results.root, target=TARGET) as running:
+    with RealServer(results.root, TUNED, target=TARGET) as running:
         yield running
 
 
@@ -51,7 +51,7 @@ def test_schedulers_see_which_adapters_run(server: RealServer) -> None:
         line = next(line for line in text.splitlines() if line.startswith("lockstep:lora_requests_info"))
         return dict(re.findall(r'(\w+)="([^"]*)"', line))
 
-    labels = {"model_name": "demo-lora", "max_lora": "2"}
+    labels = {"model_name": "demo-lora", "max_lora": "4"}
     idle = {**labels, "running_lora_adapters": "", "waiting_lora_adapters": ""}
     assert requests_info() == idle
     with server.opened("Light", 200, model="demo-lora:captain", ignore_eos=True) as events:
@@ -64,14 +64,22 @@ def test_schedulers_see_which_adapters_run(server: RealServer) -> None:
 def test_an_adapter_is_a_model(server: RealServer) -> None:
     response = server.get("/v1/models")
     names = [entry["id"] for entry in response["data"]]
-    assert names == ["demo-lora", "demo-lora:captain", "demo-lora:shakespeare"]
-    assert [entry.get("parent") for entry in response["data"]] == [None, "demo-lora", "demo-lora"]
+    assert names[:3] == ["demo-lora", "demo-lora:captain", "demo-lora:shakespeare"]
+    assert [entry.get("parent") for entry in response["data"]][:3] == [None, "demo-lora", "demo-lora"]
     assert server.get("/v1/models/demo-lora:captain")["id"] == "demo-lora:captain"
     for name, text in LIGHT.items():
         model = "demo-lora" if name is None else f"demo-lora:{name}"
         answer = completion(server, model=model)
         assert answer["choices"][0]["text"].startswith(text) and answer["model"] == model
         assert completion(server, lora=name)["choices"][0]["text"].startswith(text)
+
+
+def test_a_further_model_has_adapters_of_its_own(server: RealServer, results: Results) -> None:
+    texts = tuned_texts(results)
+    for name, text in texts.items():
+        assert completion(server, model="tuned-lora", lora=name)["choices"][0]["text"] == text
+    body = {"text_input": "Light", "max_tokens": 16, "exclude_input_in_output": True, "lora_task_id": 1}
+    assert server.post("/v2/models/tuned-lora/generate", **body)["text_output"] == texts["captain"]
 
 
 def test_a_chat_has_adapters_too(server: RealServer) -> None:
@@ -83,7 +91,7 @@ def test_a_chat_has_adapters_too(server: RealServer) -> None:
 @pytest.mark.parametrize(("body", "status", "line"), [
     ({"model": "demo-lora:pirate"},
         404,
-        "model: expected one of demo-lora, demo-lora:captain, demo-lora:shakespeare, found 'demo-lora:pirate'"),
+        "model: expected one of demo-lora, demo-lora:captain, demo-lora:shakespeare, tuned-lora"),
     ({"model": "other"}, 404, "model: expected one of demo-lora, demo-lora:captain, demo-lora:shakespeare"),
     ({"lora": "pirate"}, 404, "lora: expected one of captain, shakespeare, found 'pirate'"),
     ({"model": "demo-lora:captain", "lora": "shakespeare"}, 400, "lora: expected 'captain' as in model"),

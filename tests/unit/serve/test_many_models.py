@@ -174,7 +174,8 @@ def test_a_model_that_is_damaged_stops_no_other_and_a_dead_engine_none(
         assert answers(server, "demo-llama") == alone["demo-llama"]
         return json.loads(body)["error"]["message"]
 
-    with RealServer(copy.root, *TARGETS[1:], "--max-loaded-models", 1, target=TARGETS[0]) as server:
+    # In memory are the first and the other one: the damaged one is loaded when it is requested.
+    with RealServer(copy.root, *TARGETS[:0:-1], "--max-loaded-models", 2, target=TARGETS[0]) as server:
         path.unlink()
         assert "found none; restore it or convert the checkpoint again" in error_of_tuned()
         path.write_bytes(data[:-4])
@@ -188,14 +189,21 @@ def test_a_model_that_is_damaged_stops_no_other_and_a_dead_engine_none(
         assert "expected the weights of when they were opened, found others" in error_of_tuned()
         manifest.save(manifest_path)
         assert answers(server, "tuned") == alone["tuned"]
-        # Killed while it loads another model, or before: its requests go to the next engine.
+        # Killed while it loads another model, or before: its requests go to the next engine, which needs no files but
+        # those of the models that are requested.
+        other_path = copy.weights("other", "fp32").with_name(path.name)
+        data = other_path.read_bytes()
+        other_path.unlink()
         with ThreadPoolExecutor(2) as pool:
             with server.stopped_engine():
-                pending = [(name, pool.submit(answers, server, name)) for name in MODELS[1:]]
+                pending = [pool.submit(answers, server, name) for name in MODELS[:2]]
                 server.wait_until(lambda status: status["streams"] == 2)
                 os.kill(server.engine_pid, signal.SIGKILL)
-            for name, result in pending:
-                assert result.result() == alone[name]
+            assert [result.result() for result in pending] == [alone[name] for name in MODELS[:2]]
+        status, _, body = server.request("POST", "/v1/completions", {"model": "other", "prompt": "a"})
+        assert status == 503 and b"found none; restore it" in body
+        other_path.write_bytes(data)
+        assert answers(server, "other") == alone["other"]
 
 
 def open_checkpoints(tree: Path, first: str, others: list[str], max_bound: int | None = None) -> Model:

@@ -126,7 +126,7 @@ def test_statistics_are_those_of_http_and_grpc_writes_no_lines(server: RealServe
     (expected,) = server.get("/v2/models/tensorrt_llm/stats")["model_stats"]
     assert len(actual) == 1 and actual[0].execution_count == expected["execution_count"] > 0
     assert actual[0].inference_stats.success.ns == expected["inference_stats"]["success"]["ns"] > 0
-    assert len(caller.call("ModelStatistics", MESSAGES["ModelStatisticsRequest"]()).model_stats) == 5
+    assert len(caller.call("ModelStatistics", MESSAGES["ModelStatisticsRequest"]()).model_stats) == 6
     assert not server.stderr
 
 
