@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from benchmarks import soak
 from benchmarks.__main__ import bench
 from benchmarks.soak import PROCESSES, Sample, Soak, faults
-from benchmarks.soak_requests import COMPLETED, FAILED, KINDS, Outcome, request
+from benchmarks.soak_requests import COMPLETED, FAILED, KINDS, Outcome
 from click.testing import CliRunner
 
 from lockstep.artifacts.files import read_json
@@ -70,15 +69,3 @@ def test_a_leak_is_a_fault(run: Soak, end: Sample, expected: str) -> None:
 @pytest.mark.parametrize(("kill", "excused"), [((5.5, 7.0), True), ((0.0, 4.9), False), ((6.1, 7.0), False)])
 def test_only_what_a_kill_met_may_fail(kill: tuple[float, float], excused: bool) -> None:
     assert bool(faults(Soak([BAD], grown("api", 0), [kill]), IDLE, IDLE)) is not excused
-
-
-def test_an_engine_that_was_killed_has_the_memory_of_its_own_life() -> None:
-    assert faults(Soak([GOOD], grown("engine", 90), [(1.0, 2.0)]), IDLE, IDLE) == []
-
-
-def test_the_same_seed_asks_the_same() -> None:
-    def requests(seed: int) -> list[Any]:
-        return [request("m", seed, number, 0.2) for number in range(200)]
-
-    assert requests(0) == requests(0) != requests(1)
-    assert 20 < sum(item.leaves_after is not None for item in requests(0)) < 60
