@@ -60,15 +60,8 @@ def test_the_command_writes_a_page_and_a_signed_statement(server: RealServer, hy
     make = "openssl", "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", private
     subprocess.run(make, check=True, capture_output=True)
     subprocess.run(["openssl", "ec", "-in", private, "-pubout", "-out", public], check=True, capture_output=True)
-    options = (
-        "certify",
-        f"{server.url}/v1",
-        "--model",
-        "demo-llama",
-        "--golden",
-        hypotheses / "reference",
-        "--no-company",
-    )
+    asked = "certify", f"{server.url}/v1", "--model", "demo-llama", "--no-company", "--requests", 60
+    options = (*asked, "--golden", hypotheses / "reference")
     written = "--out", out, "--page", page, "--sign-key", private
     result = CliRunner().invoke(main, [*map(str, (*options, *written))])
     assert result.exit_code == 0, result.output
@@ -89,7 +82,7 @@ def test_the_workflow_makes_what_a_checkpoint_needs(
     made = tmp_path / "certify-demo-llama" / "results" / "demo-llama"
     shutil.copytree(hypotheses, made, copy_function=os.link)
     monkeypatch.chdir(tmp_path)
-    options = f"{server.url}/v1", "--model", "demo-llama", "--no-company"
+    options = f"{server.url}/v1", "--model", "demo-llama", "--no-company", "--requests", "40"
     result = CliRunner().invoke(main, ["certify", *options, "--checkpoint", "resources/demo-llama"])
     assert result.exit_code == 0, result.output
     assert (tmp_path / "certify-demo-llama" / "demo-llama.yaml").is_file()
