@@ -4,8 +4,6 @@ in one piece and in a stream, and as lm-eval's local-completions asks for and re
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -248,21 +246,3 @@ def test_what_lm_eval_asks_for_is_what_it_can_read(server: RealServer, tokenizer
     assert none["token_logprobs"] == choices[0]["logprobs"]["token_logprobs"][:-1]
     logprobs = server.complete(pairs[0][0], 5, logprobs=1)["choices"][0]["logprobs"]
     assert all(value == max(top.values()) for value, top in zip(logprobs["token_logprobs"], logprobs["top_logprobs"]))
-
-
-@pytest.mark.long
-def test_a_killed_engine_gives_them_once(server: RealServer) -> None:
-    options = {"echo": True, "logprobs": 1, "n": 2, "temperature": 1.0, "seed": 9}
-    full = server.complete(TEXT, 60, **options)["choices"]
-    with server.opened(TEXT, 60, **options) as events:
-        first = next(iter(events))
-        os.kill(server.engine_pid, signal.SIGKILL)
-        results: dict[int, tuple[str, list[float]]] = {0: ("", []), 1: ("", [])}
-        for event in (first, *events):
-            for choice in event["choices"]:
-                text, values = results[choice["index"]]
-                results[choice["index"]] = text + choice["text"], values + choice["logprobs"]["token_logprobs"]
-    assert events.done
-    for choice in full:
-        assert results[choice["index"]] == (choice["text"], choice["logprobs"]["token_logprobs"])
-    server.wait_idle()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 import subprocess
@@ -273,21 +272,6 @@ def test_the_strip_follows_the_server(server: ScriptedServer, shown: Browser) ->
     shown.wait(f"{read} === '4|2|25%|no step for 42 s'")
     server.end()
     shown.wait(f"{read} === '-|-|-|not reachable'")
-
-
-@pytest.mark.long
-def test_the_bar_is_seen_to_move_while_an_answer_comes(server: ScriptedServer, shown: Browser) -> None:
-    server.script = functools.partial(endless, pause=0.05)
-    script = "(where, how) => (where === 'status' && looks.push(performance.now()), real(where, how))"
-    shown.run(f"window.looks = []; window.fetch = ((real) => {script})(fetch); null")
-    ask(shown, "Go on")
-    shown.wait(ANSWER + ".includes('w1 ')")
-    server.status |= {"pages": {"total": 200, "used": 151, "cached": 0}}
-    shown.wait("at('pages').textContent === '75%' && at('bar-used').style.width === '75.5%' && looks.length > 8")
-    # The median in ms. 1000 where it is asked each second; a busy browser makes some of these times longer.
-    times = "looks.slice(1).map((time, at) => time - looks[at]).sort((a, b) => a - b)"
-    assert shown.run(f"{times}[looks.length >> 1]") < 700
-    shown.press("Escape")
 
 
 def test_a_model_without_a_chat_template_is_completed(server: ScriptedServer, browser: Browser) -> None:

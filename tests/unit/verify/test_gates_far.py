@@ -25,8 +25,8 @@ from lockstep.verify.boundaries import both_sides, config_lengths, edges, synthe
 
 WIDE = 300  # tokens
 WINDOWED = "windowed"
-# A gate searches a position, a row or a window, in graphs of one form; precisions differ in the tolerance.
-PRECISIONS = [pytest.param("fp32", marks=pytest.mark.long), "fp16"]
+# A gate searches a position, a row or a window, in graphs of one form; other precisions differ in the tolerance.
+PRECISION = "fp16"
 
 
 # --- faults: changes of an attention graph, as exported or as an engine holds it ---
@@ -71,7 +71,6 @@ def plant(folder: Path, phase: str, fault) -> None:
     write_json(folder / "assembly.json", assembly)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(("fault", "phase", "tensor"), [
     pytest.param(POSITIONS_CLAMPED_AT_63, "prefill", r"after 63 cached tokens, chunked\.key_out",
         marks=pytest.mark.long),
@@ -80,8 +79,8 @@ def plant(folder: Path, phase: str, fault) -> None:
     pytest.param(ROWS_FROM_64_ON_FORGOTTEN, "prefill", r"after 127 cached tokens, chunked\.attention",
         marks=pytest.mark.long),
 ])  # fmt: skip
-def test_a_graph_that_goes_wrong_behind_64_tokens_is_caught(demo, tmp_path, precision, fault, phase, tensor):
-    folder = shutil.copytree(demo.assembly("demo-llama", precision).parent, tmp_path / "graphs")
+def test_a_graph_that_goes_wrong_behind_64_tokens_is_caught(demo, tmp_path, fault, phase, tensor):
+    folder = shutil.copytree(demo.assembly("demo-llama", PRECISION).parent, tmp_path / "graphs")
     plant(folder, phase, fault)
     with pytest.raises(
         CheckError,
@@ -89,34 +88,33 @@ def test_a_graph_that_goes_wrong_behind_64_tokens_is_caught(demo, tmp_path, prec
         rf"of at most",
     ):
         run_validate(
-            demo, Target("demo-llama", precision, 2, "onnxruntime"), TOLERANCES[precision], LIMITS.max_seq_len,
+            demo, Target("demo-llama", PRECISION, 2, "onnxruntime"), TOLERANCES[PRECISION], LIMITS.max_seq_len,
             tmp_path, assembly_json=folder / "assembly.json", threads=1,
         )  # fmt: skip
 
 
 @pytest.fixture
-def windowed(shared, precision) -> Results:
+def windowed(shared) -> Results:
     """A random Mistral whose layers have a window of 300 tokens, taken through all stages up to the engines."""
     config = {**tiny("mistral", sliding_window=WIDE).config, "max_position_embeddings": 512, "num_hidden_layers": 2}
 
     def run_stages(root: Path) -> None:
         write_json(root / "shape.json", config)
         folder = make(root / "shape.json", 0, root / "checkpoint")
-        make_engines(folder, Results(root / "results"), WINDOWED, precision)
+        make_engines(folder, Results(root / "results"), WINDOWED, PRECISION)
 
-    return Results(shared.folder(f"windowed-{precision}", run_stages) / "results")
+    return Results(shared.folder(f"windowed-{PRECISION}", run_stages) / "results")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("fault", WINDOWS.values(), ids=WINDOWS)
-def test_a_wide_window_that_is_off_by_one_is_caught(windowed, tmp_path, precision, fault):
+def test_a_wide_window_that_is_off_by_one_is_caught(windowed, tmp_path, fault):
     def validated():
-        target = Target(WINDOWED, precision, "all", "onnxruntime")
+        target = Target(WINDOWED, PRECISION, "all", "onnxruntime")
         changes = {"assembly_json": folder / "assembly.json", "threads": 1}
-        return run_validate(windowed, target, TOLERANCES[precision], 512, tmp_path, **changes)
+        return run_validate(windowed, target, TOLERANCES[PRECISION], 512, tmp_path, **changes)
 
-    folder = shutil.copytree(windowed.assembly(WINDOWED, precision).parent, tmp_path / "graphs")
+    folder = shutil.copytree(windowed.assembly(WINDOWED, PRECISION).parent, tmp_path / "graphs")
     if fault is None:
         caches = validated()["long_context"]["caches"]
         assert [cache["num_past"] for cache in caches] == [63, 127, 255, 299, 447, 509]
@@ -131,13 +129,12 @@ def test_a_wide_window_that_is_off_by_one_is_caught(windowed, tmp_path, precisio
         ):
             validated()
         shutil.rmtree(folder)
-        shutil.copytree(windowed.assembly(WINDOWED, precision).parent, folder)
+        shutil.copytree(windowed.assembly(WINDOWED, PRECISION).parent, folder)
 
 
 # --- as an engine: compare, and golden ---
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
     ("fault", "phase", "message"),
     [
@@ -160,27 +157,27 @@ def test_a_wide_window_that_is_off_by_one_is_caught(windowed, tmp_path, precisio
     ],
 )
 def test_an_engine_that_is_wrong_far_on_in_chunks_or_in_one_row_is_caught_by_both_checks(
-    references, tmp_path, precision, fault, phase, message
+    references, tmp_path, fault, phase, message
 ):
     engines = (
-        shutil.copytree(references.engines("demo-llama", precision, "onnxruntime").parent, tmp_path / "engines")
+        shutil.copytree(references.engines("demo-llama", PRECISION, "onnxruntime").parent, tmp_path / "engines")
         / "engines.json"
     )
     plant_in_engine(engines, f"attention.{phase}", fault)
-    assembly = references.assembly("demo-llama", precision)
-    weights = references.weights("demo-llama", precision)
+    assembly = references.assembly("demo-llama", PRECISION)
+    weights = references.weights("demo-llama", PRECISION)
     with pytest.raises(
         CheckError,
         match=rf"engine attention\.{phase}, profile 0 \(.*\), "
         rf"(attention|key_out): expected an error of at most",
     ):
         compare.run(
-            assembly, weights, engines, TOLERANCES[precision], CONFIG.limits.plain(),
+            assembly, weights, engines, TOLERANCES[PRECISION], CONFIG.limits.plain(),
             tmp_path / "compare.json", threads=1,
         )  # fmt: skip
     with pytest.raises(CheckError, match=message):
         run_golden(
-            references, Target("demo-llama", precision, 2, "onnxruntime"), TOLERANCES[precision], LIMITS, tmp_path,
+            references, Target("demo-llama", PRECISION, 2, "onnxruntime"), TOLERANCES[PRECISION], LIMITS, tmp_path,
             engines_json=engines, expected=[prompt.expected[2] for prompt in GOLDEN.prompts],
         )  # fmt: skip
 
