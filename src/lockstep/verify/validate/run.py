@@ -181,14 +181,16 @@ class _Validation:
 
         Caches end at the edges of pages, windows, RoPE lengths and of `max_seq_len`. The layers are the first ones that
         have each block class with each attention; `short` has the shapes of their keys and values. Every second cache
-        has `max_seq_len` rows, the others have just enough.
+        has `max_seq_len` rows, the others have just enough. Layers with a state have no cache.
         """
+        if not any(len(layer.keys) for layer in short.layers):
+            return
         assembly = self._graphs.assembly
         pairs = [(layer.block.graph, layer.variant) for layer in self._graphs.layers]
         count = 1 + assembly.layer_numbers[max(pairs.index(pair) for pair in pairs)]
         lengths = config_lengths(self._config) | self._windows
         random = np.random.default_rng(0)
-        usual = (*self._results["blocks"], self._results["exit"])
+        usual = self._results["blocks"]
         caches = list[CacheError]()
         self._results["long_context"] = LongContext(max_seq_len, count, ())
         pasts = sorted({min(edge - 1, max_seq_len - _CHUNK_TOKENS) for edge in edges(max_seq_len, lengths)})
