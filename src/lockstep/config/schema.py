@@ -52,8 +52,8 @@ class Config(Section):
     compare_seconds: int = Field(
         default=30,
         ge=0,
-        description="For each engine, how long it is compared with its graph at sizes besides those it is tuned for "
-        "(docs/checks.md). The demo's engines take two seconds for all sizes.",
+        description="For each engine, how many seconds of CPU time of each thread it is compared with its graph at "
+        "sizes besides those it is tuned for (docs/checks.md). The demo's engines take two for all sizes.",
     )
     compare_seed: int = Field(
         default=0,

@@ -6,6 +6,8 @@ import itertools
 import random
 import re
 import shutil
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +22,12 @@ from faults.fault import replaced
 from faults.table import FAULTS as TABLE
 from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.artifacts.reports import SizeCombinations
+from lockstep.backends.cpu import thread_count
 from lockstep.backends.engine_set import EngineSet
 from lockstep.targets import Limits, Results
 from lockstep.verify.compare import inputs, sequence_sweep
 from lockstep.verify.compare.pair import Pair
+from lockstep.verify.compare.trial import Arrays
 from lockstep.verify.repeats import repeated_rows
 from lockstep.weights import Weights
 from shared import Shared
@@ -87,6 +91,21 @@ def test_a_right_engine_is_tried_at_every_size_in_an_order_of_its_own(demo: Resu
     assert entry.passed and entry.sizes.tried == entry.sizes.known == LIMITS.max_num_tokens + LIMITS.max_batch_size + 13
     none = pair(demo, engines, "entry").compare(TOLERANCES["fp32"], 0)
     assert none.passed and none.sizes.tried == 0 and none.sizes.known == entry.sizes.known
+
+
+def test_a_busy_machine_tries_as_many_sizes(demo: Results, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call waits, as where other processes have the cores: together twice as long as the sizes may take."""
+    limits = replace(LIMITS, max_num_tokens=8)
+    waiting = pair(demo, demo.engines(MODEL, "fp32", "onnxruntime"), "entry", limits=limits)
+    run_engine = waiting.run_engine
+
+    def run_later(feed: Arrays, profile: int) -> Arrays:
+        time.sleep(0.05)
+        return run_engine(feed, profile)
+
+    monkeypatch.setattr(waiting, "run_engine", run_later)
+    sizes = waiting.compare(TOLERANCES["fp32"], 0.6 / thread_count()).sizes
+    assert sizes.tried == sizes.known == 8 + limits.max_batch_size + 13
 
 
 def test_a_token_that_comes_three_times_in_a_step_is_seen(demo: Results, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import onnx
 from lockstep.artifacts.assembly import Assembly, BoundBlock, GraphFile
 from lockstep.artifacts.reports import ComparedEngine, ComparedRun, SweptSizes
 from lockstep.artifacts.signature import IO, concrete_shape
+from lockstep.backends.cpu import thread_count
 from lockstep.backends.engine_set import EngineSet
 from lockstep.backends.graphs import BaseGraph, graph_file
 from lockstep.backends.profiles import LIMITS, profiles
@@ -63,6 +64,8 @@ class Pair:
         self.file = engines.file(name)
         self._folder = folder
         self._threads = threads
+        # A GPU's engine keeps one thread busy, which waits for it.
+        self._num_threads = thread_count(threads) if engines.backend.on_host else 1
         self._seed = int(engines.manifest.engines[name].sha256[:16], 16) + seed
         self._assembly = engines.assembly
         # Those that the engines were built for; `limits` where they take any size.
@@ -148,13 +151,14 @@ class Pair:
 
         Returns the trials that were run, and the worst run. Rows with the same bits as in an earlier trial pass.
         """
-        end = time.monotonic() + seconds
+        # CPU time, not the clock's: how many sizes are tried must not depend on what else the machine does.
+        end = time.process_time() + seconds * self._num_threads
         tried = list[Trial]()
         worst = None
         earlier = EarlierRows()
         all_profiles = profiles(self._model, self._limits)
         for trial in steps(sweep.trials, f"compare {self.name}", "sizes"):
-            if time.monotonic() > end:
+            if time.process_time() > end:
                 break
             feed = sweep.feed(trial)
             shapes = {name: array.shape for name, array in feed.items()}

@@ -41,9 +41,9 @@ def run(
 ) -> Path:
     """Compare the engines of a set with their graphs.
 
-    Writes the report to `out`, which is returned. limits: where the engine set has none. seconds: for the sizes of an
-    engine besides those of its profiles; later sizes are then left untried. seed: draws, with the engine's digest,
-    which sizes are tried, and in which order.
+    Writes the report to `out`, which is returned. limits: where the engine set has none. seconds: of CPU time, of each
+    thread, for the sizes of an engine besides those of its profiles; later sizes are then left untried. seed: draws,
+    with the engine's digest, which sizes are tried, and in which order.
 
     Raises CheckError naming engine, sizes, output, error and tolerance for the first engine over it, when all are
     compared, and then writes the report to `<out>.failed.json`; InputError for inputs that do not fit together.
