@@ -142,11 +142,11 @@ SMALL_EXPERTS = ("nemotron_h", "llama4_text")
         *((family, next_expert) for family in MIXTURES),
         *((family, shares_scaled) for family in MIXTURES if family not in SMALL_EXPERTS),
         *((family, without_bias) for family in ("deepseek_v3", "dots1")),
-    ]),
+    ], ("nemotron_h", next_expert)),  # by day; mixtral's on a GPU
 )  # fmt: skip
 def test_routers_that_are_wrong_are_refused(check, family, fault):
-    line = "expected a logit error" if family == "nemotron_h" else "along the engine's own choices"
-    with pytest.raises(CheckError, match=line):
+    """Nemotron-H's is in its last block; its layers have other numbers than their mixers."""
+    with pytest.raises(CheckError, match="along the engine's own choices"):
         check(family, fault)
 
 

@@ -105,7 +105,7 @@ class GoldenCheck(DecodingCheck):
             self._not_followed = f"; choices of experts, which rounding may decide, are not followed {unsupported}"
             return
         self.prompts, self.long, _ = read_reference(self.reference_json, self.expected, self.tolerance, follows=True)
-        self._routes = Routes(router, known_rows(self.all_prompts))
+        self._routes = Routes(router, known_rows(self.all_prompts, self.long))
         requests = [self.teacher_forced(prompt) for prompt in self.prompts]
         with self._routes.observed(self.model):
             self.decode(requests)

@@ -15,7 +15,7 @@ import numpy as np
 from lockstep.artifacts.reports import GoldenChoices
 from lockstep.runtime import Model
 from lockstep.verify.golden.forced import Forced
-from lockstep.verify.golden.prompts import Prompt
+from lockstep.verify.golden.prompts import Long, Prompt
 from lockstep.verify.routing.router import RoutedRequest, Router
 from lockstep.verify.walk import Tokens
 
@@ -24,7 +24,7 @@ class Routes:
     """The requests of a check, judged with the engines' choices of experts. wrong: a line for each faulty block."""
 
     def __init__(self, router: Router, reference_rows: Mapping[tuple[int, ...], np.ndarray]):
-        """reference_rows: {tokens: the reference's logits after them}, which are right up to the first near-tie."""
+        """reference_rows: {tokens: the reference's logits after them}, right up to the first near-tie."""
         self._router = router
         self._recorder = router.recorder()
         self._reference_rows = reference_rows
@@ -46,11 +46,7 @@ class Routes:
     def forced(self, request: Forced) -> dict[int, np.ndarray]:
         ids = request.tokens[: request.ends[-1]].tolist()
         routed = self._follow(ids, len(ids))
-        rows = {count: row for count, row in request.expected.items() if count <= len(ids)}
-        for count in rows:
-            if not routed.is_untied(count):
-                rows[count] = routed.logits[count - 1]
-        return rows
+        return {count: self._row(ids, count, routed) for count in request.expected if count <= len(ids)}
 
     def wrong_block(self, ids: Sequence[int]) -> str | None:
         """Return the error of a request's blocks in the last run; None without one."""
@@ -79,10 +75,13 @@ class Routes:
         return reference_row
 
 
-def known_rows(prompts: Sequence[Prompt]) -> dict[tuple[int, ...], np.ndarray]:
+def known_rows(prompts: Sequence[Prompt], long: Long | None) -> dict[tuple[int, ...], np.ndarray]:
+    """Return the reference's logits by the tokens before them. prompts: the long one too."""
     rows: dict[tuple[int, ...], np.ndarray] = {}
     for prompt in prompts:
         for step, row in enumerate(prompt.logits):
             ids = (*prompt.prompt_ids, *prompt.tokens[:step])
             rows[ids] = row
+    if long is not None:
+        rows |= {tuple(long.prompt.prompt_ids[:count]): row for count, row in long.logits.items()}
     return rows

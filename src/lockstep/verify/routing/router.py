@@ -57,9 +57,10 @@ class Router:
         self._graphs = graphs
         self._blocks = blocks
         self._tolerances = tolerances
-        last = graphs.num_layers - 1
+        # Numbered by token mixers, as an executor's observer sees them: a layer may have none, or two.
         parts: dict[BlockKey, BoundBlock] = {("block", i): layer.block for i, layer in enumerate(graphs.layers)}
-        parts["exit", last] = graphs.exit
+        self._exit: BlockKey = "exit", len(graphs.layers) - 1
+        parts[self._exit] = graphs.exit
         self._parts = {key: part for key, part in parts.items() if part.graph in blocks}
         self._logits: dict[tuple, np.ndarray] = {}  # of requests that ran before, {(tokens, choices): logits}
 
@@ -101,11 +102,14 @@ class Router:
         """Find the choices of a request, and the errors of its blocks. The logits are left out."""
         request = RoutedRequest()
         tie_factor = self._tolerances.noise * max(self._tolerances.engine) / UNITS
-        for key, rows in recorded.items():
-            part = self._parts[key]
+        for key, part in self._parts.items():
+            rows = recorded.get(key)
+            if rows is None:
+                request.wrong = request.wrong or f"{self._name(key)}: expected its choices in the run, found none"
+                continue
             weights = self._graphs.weights_of(part.graph, part.slots)  # of one block at a time
             routed = self._blocks[part.graph].follow(rows.inputs, weights, rows.outputs, tie_factor)
-            request.wrong = request.wrong or self._wrong(key, part.graph, routed, rows.outputs)
+            request.wrong = request.wrong or self._wrong(key, routed, rows.outputs)
             if routed.tied.any():
                 first = int(rows.positions[routed.tied].min())
                 if request.is_untied(first):
@@ -128,6 +132,8 @@ class Router:
     def _forced_logits(self, tokens: Tokens, forces: Mapping[BlockKey, Arrays]) -> np.ndarray:
         def exact(stage: Stage, outputs: Arrays) -> Arrays:
             key = stage.part, stage.layer or 0
+            if stage.part == "exit":
+                key = self._exit
             if key not in forces:
                 return outputs
             weights = self._graphs.weights_of(stage.graph, stage.slots)
@@ -137,10 +143,16 @@ class Router:
         *_, last = Walk(self._graphs, [tokens], override=exact)
         return last.outputs["logits"].astype(np.float32)
 
-    def _wrong(self, key: BlockKey, graph: str, routed: Routed, outputs: Arrays) -> str | None:
+    def _name(self, key: BlockKey) -> str:
+        part, mixer = key
+        layer = self._graphs.num_layers - 1
+        if part == "block":
+            layer = self._graphs.assembly.layer_numbers[mixer]
+        return f"layer {layer} ({part} {self._parts[key].graph})"
+
+    def _wrong(self, key: BlockKey, routed: Routed, outputs: Arrays) -> str | None:
         """Return the error of a block, given its engine's choices; None without one."""
-        part, layer = key
-        tolerances = tolerances_of(self._graphs.graph(graph).model, self._tolerances)
+        tolerances = tolerances_of(self._graphs.graph(self._parts[key].graph).model, self._tolerances)
         enough = ENOUGH
         if has_8_bit_activations(tolerances.precision):  # a prompt has too few rows: `compare` takes others too
             enough = DECISIVE_ROWS
@@ -148,5 +160,5 @@ class Router:
             bound = beside_graph(tolerances, row_noise(expected, routed.noisy[name]), enough)
             wrong = judge.wrong(name, judge.measure(expected, outputs[name], bound))
             if wrong is not None:
-                return f"layer {layer} ({part} {graph}) along the engine's own choices, {wrong}"
+                return f"{self._name(key)} along the engine's own choices, {wrong}"
         return None
