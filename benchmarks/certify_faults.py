@@ -12,12 +12,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.certify import DRAWN, PENALTY
+from benchmarks.certify_proxy import DRAWN, KEPT, PENALTY, TEMPLATE, TRUNCATED
 from lockstep.artifacts.certificate import CHAT, Question
 from lockstep.verify.golden.model import load_checkpoint
 from lockstep.verify.golden.teacher_forced import logits_after
-
-_KEPT = 96  # tokens of a truncated context
 
 
 def _int8(weight: torch.Tensor) -> torch.Tensor:
@@ -53,10 +51,8 @@ _WEIGHTS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "another revision": _revision,
 }
 _ROPE = "RoPE scaled by 4"
-_TRUNCATED = f"the last {_KEPT} tokens alone"
-_TEMPLATE = "another chat template"
 DTYPES = ("float32", "float16", "bfloat16")
-FAULTS = (*_WEIGHTS, _ROPE, _TRUNCATED, _TEMPLATE, DRAWN, PENALTY)
+FAULTS = (*_WEIGHTS, _ROPE, TRUNCATED, TEMPLATE, DRAWN, PENALTY)
 
 
 def logits_of(model_folder: Path, questions: Sequence[Question], dtype: str, fault: str) -> np.ndarray:
@@ -87,8 +83,8 @@ def _plant(model: PreTrainedModel, fault: str) -> None:
 
 
 def _ids(question: Question, fault: str) -> tuple[int, ...]:
-    if fault == _TRUNCATED:
-        return question.prompt_ids[-_KEPT:]
-    if fault == _TEMPLATE and question.kind == CHAT:
+    if fault == TRUNCATED:
+        return question.prompt_ids[-KEPT:]
+    if fault == TEMPLATE and question.kind == CHAT:
         return question.prompt_ids[:-1]
     return question.prompt_ids

@@ -21,6 +21,7 @@ from lockstep.certify.likelihood import (
     LIMIT,
     OTHER,
     PUBLISHED,
+    RARE,
     SOME,
     STRANGE,
     UNKNOWN,
@@ -93,7 +94,8 @@ class Answered:
         if not self._members:
             self._members = members(self.tables)
         all_members = [member.at(numbers) for member in self._members]
-        likelihoods = log_likelihoods(all_members, Answers(answers.values, chosen, np.array(is_new)))
+        answers = Answers(answers.values, chosen, np.array(is_new), is_first=np.array(is_chosen))
+        likelihoods = log_likelihoods(all_members, answers)
         self.sums = self.sums + likelihoods.sum(axis=1)
         sums = by_hypothesis(all_members, self.sums)
         self.likelihoods = {name: float(value) for name, value in sums.items()}
@@ -114,26 +116,29 @@ class Answered:
     def best(self) -> str:
         """The likeliest hypothesis. What any error fits gives way to the next one, unless that is excluded."""
         likeliest, second = sorted(self.likelihoods, key=lambda name: -self.likelihoods[name])[:2]
-        if likeliest in (OTHER, SOME) and second != PUBLISHED and second not in self.excluded(likeliest):
+        if likeliest in (OTHER, SOME, RARE) and second != PUBLISHED and second not in self.excluded(likeliest):
             return second
         return likeliest
 
 
 def beginnings(questions: Sequence[Question], number: int, count: int) -> list[int]:
-    """Return the other completions whose tokens a question begins with; none unless it has `count` tokens."""
+    """Return the odd ones of the completions whose tokens a question begins with; none unless it has `count` tokens.
+
+    The even ones are asked: a fault in some requests is found by as many requests, whatever each of them answers.
+    """
     ids = questions[number].prompt_ids
     if len(ids) != count:
         return []
     shorter = []
     for other, question in enumerate(questions):
         length = len(question.prompt_ids)
-        if question.kind == COMPLETION and length < count and question.prompt_ids == ids[:length]:
+        if other % 2 and question.kind == COMPLETION and length < count and question.prompt_ids == ids[:length]:
             shorter.append(other)
     return shorter
 
 
 def as_answers(questions: Sequence[Question], tokens: Sequence[Token], tables: Tables) -> Answers:
-    """Return tokens by candidate. A text that several candidates have, or a part of a character, tells nothing."""
+    """Return tokens by candidate. A text that none has, or several have, or a part of a character, tells nothing."""
     values = np.full((len(tokens), tables.values[PUBLISHED].shape[1]), np.nan)
     chosen = np.full(len(tokens), UNKNOWN)
     for row, (question, token) in enumerate(zip(questions, tokens)):
@@ -153,4 +158,4 @@ def _place(places: Mapping[str | int, int], name: str) -> int:
     text = name.replace("Ġ", " ").replace("▁", " ").replace("Ċ", "\n")
     if not text or "\ufffd" in text or text.startswith(("bytes:", "<")):
         return UNKNOWN
-    return places.get(text, STRANGE)
+    return places.get(text, UNKNOWN)  # endpoints write tokens in many ways

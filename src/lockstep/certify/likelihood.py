@@ -12,21 +12,24 @@ independent:
     log f = lgamma((nu + k') / 2) - lgamma(nu / 2) - k' / 2 (log(pi nu) + mean of log v_i)
             - (nu + k') / 2 log(1 + k' / nu mean of z_i^2 / v_i)
 
-The chosen token is the likeliest one: of y, where log-probabilities are given, else of mu with logistic noise of rms s,
-P(c) = softmax(mu / (0.8 s)); or it is drawn, from softmax(mu / temperature). Either has a floor.
+The chosen token is the likeliest one: of y, where it has several log-probabilities, else of mu with logistic noise of
+rms s, P(c) = softmax(mu / (0.8 s)); or it is drawn, from softmax(mu / temperature). Either has a floor.
 
 "As published" is composite: fp32, fp16 and bf16, each with kernels of more and of less noise. The evidence against it
 is the ratio of the mean likelihood of the other hypotheses to the largest of its members, so that its expectation is at
 most 1 whichever of these is true; by Ville's inequality it ever reaches 50,000 with a probability of at most 1/50,000,
-and may be looked at as often as one likes. That holds as far as the densities do, so it is a small part of the false
-alarms that are allowed, 1/1,000: at 20,000 a bf16 server that gives one log-probability had 3 of 5,000.
+and may be looked at as often as one likes. Where some answers are faulty the others are as a member of it says, and the
+best of these 108 counts: a wrong noise would exclude a fault that no request has met. Two such hypotheses among 12 make
+it at most 1/2,600. That holds as far as the densities do, and the false alarms that are allowed are 1/1,000: at 20,000
+a bf16 server that gives one log-probability had 3 of 5,000.
 records/certify.md has the measured rates.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -39,10 +42,11 @@ LIMIT = math.log(50_000)  # of the evidence, in nats
 # probability of at most 1/1,000 for each member of "as published": less than the 1 % of its faults that may pass. Of
 # 200 honest bf16 endpoints of the demo 192 pass, and 8 are undecided: there int8 errs by 0.6 of bf16's noise.
 EXCLUDED = math.log(1_000)
-UNKNOWN = -1  # the token chosen: its text is not told
-STRANGE = -2  # the token chosen: none that any hypothesis expects
+UNKNOWN = -1  # the token chosen: its id is not told, and its text is no candidate's, or that of several
+STRANGE = -2  # the token chosen: by its id none that any hypothesis expects
 OTHER = "another revision or model"
-SOME = "a fault of some answers"
+SOME = "a fault in 1 of 10 answers"
+RARE = "a fault in 1 of 50 answers"
 SAMPLER = "tokens drawn, not greedy"
 PENALTY = "a repetition penalty"
 _NU = 4.0
@@ -52,6 +56,7 @@ _FURTHER_WEIGHT = (
 # Of the probability of a token: what no hypothesis expects happens; less so by the endpoint's own log-probabilities.
 _FLOOR = 1e-4
 _OWN_FLOOR = 1e-6
+_STRANGE_SHARE = 0.1  # probability that another model chooses a token that no hypothesis expects
 _TIE = 2e-3  # log-probabilities that close may come in any order
 _ROUNDING = 1e-4  # of log-probabilities in JSON
 _LOGISTIC = 0.8
@@ -63,9 +68,9 @@ _KERNEL_FACTORS = {"fp32": (2.0**-8, 2.0**-6, 2.0**-4), "fp16": (0.5, 1.0, 1.4),
 _NOISE_GRID = 2.0 ** np.array([-0.5, -0.25, 0.0, 0.25])  # of each, for "as published"
 _ABSENT = 1e3  # the eigenvalue of a candidate that is not listed: above all of K
 _MAX_LISTED = 20  # log-probabilities of a question that count
-_OTHER_MODEL_RMS = (0.3, 1.0, 3.0)  # rms differences of logits to another model,
+_OTHER_MODEL_RMS = (1.0, 0.3, 3.0)  # rms differences of logits to another model,
 _REVISION_FACTORS = (4.0, 8.0, 16.0)  # and to another revision, in the noise of bf16
-_FAULTY_SHARES = (0.02, 0.1)  # shares of answers
+_FAULTY_SHARES = {SOME: 0.1, RARE: 0.02}  # of requests
 _TEMPERATURES = (1.0, 0.6)
 
 
@@ -92,12 +97,30 @@ class Tables:
 class Answers:
     """What an endpoint said: values [questions, candidates], NaN where it gave none, and the candidate chosen.
 
-    is_new: [questions], or one for all; False where the values were weighed before, and the choice was not.
+    is_new: [questions], or one for all; False where the values were weighed before, and the choice was not. is_first:
+    the same; False where an answer came by the request of the one before.
     """
 
     values: np.ndarray
     chosen: np.ndarray
     is_new: np.ndarray | bool = True
+    is_first: np.ndarray | bool = True
+
+    @functools.cached_property
+    def listed(self) -> np.ndarray:
+        """The values, -inf where the endpoint gave none."""
+        return np.where(np.isfinite(self.values), self.values, -np.inf)
+
+    @functools.cached_property
+    def has_values(self) -> np.ndarray:
+        """Whether the endpoint gave values of other tokens than the one that was chosen."""
+        return np.isfinite(self.values).sum(axis=1) > 1
+
+    @functools.cached_property
+    def is_largest(self) -> np.ndarray:
+        """Whether the token that was chosen has the largest value."""
+        chosen = self.listed[np.arange(len(self.chosen)), self.chosen]
+        return chosen >= self.listed.max(axis=1) - _TIE
 
 
 @dataclass(frozen=True)
@@ -105,7 +128,7 @@ class Member:
     """One way of a hypothesis. means [questions, candidates], noise, the rms error of logits [questions].
 
     choices: log-probabilities that the token is chosen by, None for the endpoint's own. temperature: 0 is greedy.
-    faulty: the member that a share of the answers is of.
+    share: of the requests, that are answered as the first member of `OTHER`.
     """
 
     hypothesis: str
@@ -113,7 +136,6 @@ class Member:
     noise: np.ndarray
     choices: np.ndarray | None = None
     temperature: float = 0.0
-    faulty: Member | None = None
     share: float = 0.0
 
     def at(self, questions: Sequence[int]) -> Member:
@@ -121,8 +143,6 @@ class Member:
         part = replace(self, means=self.means[rows], noise=self.noise[rows])
         if self.choices is not None:
             part = replace(part, choices=self.choices[rows])
-        if self.faulty is not None:
-            part = replace(part, faulty=self.faulty.at(questions))
         return part
 
 
@@ -146,6 +166,9 @@ class ErrorModel:
         self._eigenvalues = np.maximum(eigenvalues, 0.0)
         self._counts = eigenvalues < _ABSENT / 2
         self._second = np.square(1 - square)[:, None]
+        self._k = 1 + (np.maximum(self.count, 1) - 1) * _FURTHER_WEIGHT
+        log_gammas = np.array([math.lgamma((_NU + k) / 2) for k in self._k.tolist()])
+        self._constant = log_gammas - math.lgamma(_NU / 2) - self._k / 2 * math.log(math.pi * _NU)
 
     def fit(self, errors: np.ndarray, noise: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the mean square of errors [questions, candidates] by their variances, and the mean log variance."""
@@ -156,6 +179,13 @@ class ErrorModel:
         count = np.maximum(self.count, 1)
         mean_log = np.where(self._counts, np.log(variances), 0.0).sum(axis=1) / count
         return (np.square(along) / variances).sum(axis=1) / count, mean_log
+
+    def log_density(self, errors: np.ndarray, noise: np.ndarray) -> np.ndarray:
+        """Return the log density of errors [questions, candidates], 0 where none is listed."""
+        mean_square, mean_log = self.fit(errors, noise)
+        k = self._k
+        density = self._constant - k / 2 * mean_log - (_NU + k) / 2 * np.log1p(k / _NU * mean_square)
+        return np.where(self.count > 0, density, 0.0)
 
 
 def rms_difference(logprobs: np.ndarray, published: np.ndarray) -> np.ndarray:
@@ -183,10 +213,11 @@ def members(tables: Tables) -> list[Member]:
     profiles = [np.ones(len(published))]
     if "int8" in tables.values:
         profiles.append(rms_difference(tables.values["int8"], published))
-    for member in all_members[:]:
+    for member in [*all_members]:
         for profile in profiles:
             size = np.sqrt(np.mean(np.square(member.noise)) / np.mean(np.square(profile)))
             all_members.append(replace(member, noise=size * profile))
+    published_members = [*all_members]
     for name, means in tables.values.items():
         hypothesis = name.partition(" / ")[0]
         if name == PENALTY:
@@ -206,35 +237,49 @@ def members(tables: Tables) -> list[Member]:
         all_members += [replace(member, hypothesis=SAMPLER, temperature=temperature) for member in usual]
         if temperature != 1:
             processed = _log_softmax(published / temperature)
-            all_members += [replace(member, hypothesis=SAMPLER, means=processed) for member in usual]
+            # Log-probabilities of after the temperature.
+            all_members += [replace(member, hypothesis=SAMPLER, means=processed, temperature=1.0) for member in usual]
     everywhere = np.ones(len(published))
     revisions = [Member(OTHER, published, size * everywhere) for size in _OTHER_MODEL_RMS]
     # Multiples of fp16's noise would be as large as bf16's.
     revisions += [Member(OTHER, published, factor * noise["bf16"]) for factor in _REVISION_FACTORS]
-    for share in _FAULTY_SHARES:
-        all_members += [replace(member, hypothesis=SOME, faulty=revisions[1], share=share) for member in usual]
-    return all_members + revisions
+    all_members += revisions
+    for name, share in _FAULTY_SHARES.items():
+        all_members += [replace(member, hypothesis=name, share=share) for member in published_members]
+    return all_members
 
 
 def log_likelihoods(members: Sequence[Member], answers: Answers) -> np.ndarray:
-    """Return the log-likelihood of each answer under each member, [members, questions]; the first one is published."""
+    """Return the log-likelihood of each answer under each member, [members, questions]; the first one is published.
+
+    Where a share of the requests is faulty, that of all answers to a request stands at the first one.
+    """
     error_model = ErrorModel(members[0].means, np.isfinite(answers.values))
-    return np.stack([_log_likelihood(member, answers, error_model) for member in members])
-
-
-def _log_likelihood(member: Member, answers: Answers, error_model: ErrorModel) -> np.ndarray:
-    likelihood = _log_density(member, answers, error_model) + _log_choice(member, answers)
-    if member.faulty is None:
-        return likelihood
-    of_faulty = _log_likelihood(member.faulty, answers, error_model)
-    return np.logaddexp(math.log1p(-member.share) + likelihood, math.log(member.share) + of_faulty)
+    names = np.array([member.hypothesis for member in members])
+    likelihoods = np.zeros((len(members), len(answers.chosen)))
+    for row, member in enumerate(members):
+        if not member.share:
+            likelihoods[row] = _log_density(member, answers, error_model) + _log_choice(member, answers)
+    firsts = np.flatnonzero(np.broadcast_to(answers.is_first, answers.chosen.shape))
+    right = np.add.reduceat(likelihoods[names == PUBLISHED], firsts, axis=1)
+    faulty = np.add.reduceat(likelihoods[names == OTHER][0], firsts)
+    for name, share in _FAULTY_SHARES.items():
+        rows = np.flatnonzero(names == name)
+        likelihoods[np.ix_(rows, firsts)] = np.logaddexp(math.log1p(-share) + right, math.log(share) + faulty)
+    return likelihoods
 
 
 def by_hypothesis(members: Sequence[Member], sums: np.ndarray) -> dict[str, np.ndarray]:
-    """Return {hypothesis: log-likelihood} of sums [members, ...]: of the mean member, of the best published one."""
+    """Return {hypothesis: log-likelihood} of sums [members, ...]: of the mean member.
+
+    Of the best one as published, and where some answers are faulty: the noise of the others tells nothing of a fault.
+    """
     names = np.array([member.hypothesis for member in members])
-    likelihoods = {name: _log_mean_exp(sums[names == name]) for name in dict.fromkeys(names.tolist())}
-    return {**likelihoods, PUBLISHED: sums[names == PUBLISHED].max(axis=0)}
+    likelihoods = {}
+    for name in dict.fromkeys(names.tolist()):
+        rows = sums[names == name]
+        likelihoods[name] = rows.max(axis=0) if name in (PUBLISHED, SOME, RARE) else _log_mean_exp(rows)
+    return likelihoods
 
 
 def log_evidence(likelihoods: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -245,28 +290,25 @@ def log_evidence(likelihoods: Mapping[str, np.ndarray]) -> np.ndarray:
 
 def _log_density(member: Member, answers: Answers, error_model: ErrorModel) -> np.ndarray:
     errors = np.where(np.isfinite(answers.values), answers.values - _floored(member.means), 0.0)
-    mean_square, mean_log = error_model.fit(errors, member.noise)
-    k = 1 + (np.maximum(error_model.count, 1) - 1) * _FURTHER_WEIGHT
-    constant = _lgamma((_NU + k) / 2) - math.lgamma(_NU / 2)
-    density = constant - k / 2 * (math.log(math.pi * _NU) + mean_log) - (_NU + k) / 2 * np.log1p(k / _NU * mean_square)
-    return np.where((error_model.count > 0) & answers.is_new, density, 0.0)
+    return np.where(answers.is_new, error_model.log_density(errors, member.noise), 0.0)
 
 
 def _log_choice(member: Member, answers: Answers) -> np.ndarray:
     rows = np.arange(len(answers.chosen))
-    listed = np.where(np.isfinite(answers.values), answers.values, -np.inf)
-    has_values = np.isfinite(answers.values).any(axis=1)
+    has_values = answers.has_values
     if member.temperature:
-        table = np.where(has_values[:, None], listed, member.means) / member.temperature
+        table = np.where(has_values[:, None], answers.listed, member.means) / member.temperature
         probability = np.exp(_log_softmax(table))[rows, answers.chosen]
+    elif member.choices is None and has_values.all():
+        probability = answers.is_largest
     else:
         choices = member.means if member.choices is None else member.choices
         spread = _LOGISTIC * np.hypot(_ROUNDING, member.noise)
         probability = np.exp(_log_softmax(choices / spread[:, None]))[rows, answers.chosen]
         if member.choices is None:
-            is_largest = listed[rows, answers.chosen] >= listed.max(axis=1) - _TIE
-            probability = np.where(has_values, is_largest, probability)
-    probability = np.where(answers.chosen == STRANGE, 0.0, probability)
+            probability = np.where(has_values, answers.is_largest, probability)
+    strange = _STRANGE_SHARE if member.hypothesis == OTHER else 0.0
+    probability = np.where(answers.chosen == STRANGE, strange, (1 - strange) * probability)
     floor = np.where(has_values, _OWN_FLOOR, _FLOOR)
     return np.where(answers.chosen == UNKNOWN, 0.0, np.log(floor + (1 - floor) * probability))
 
@@ -280,10 +322,6 @@ def _log_softmax(table: np.ndarray) -> np.ndarray:
 def _floored(table: np.ndarray) -> np.ndarray:
     lowest = np.where(np.isfinite(table), table, np.inf).min(axis=1, keepdims=True)
     return np.where(np.isfinite(table), table, lowest)
-
-
-def _lgamma(values: np.ndarray) -> np.ndarray:
-    return np.array([math.lgamma(value) for value in values.tolist()])
 
 
 def _log_mean_exp(values: np.ndarray) -> np.ndarray:
@@ -312,49 +350,48 @@ def simulated(member: Member, listed: int, random: np.random.Generator) -> Answe
         choices = choices / member.temperature + random.gumbel(size=choices.shape)
     chosen = choices.argmax(axis=1)
     is_listed = np.argsort(np.argsort(-values, axis=1), axis=1) < listed
-    values = np.where(is_listed & np.isfinite(values), values, np.nan)
-    if member.faulty is None:
-        return Answers(values, chosen)
-    faulty = simulated(member.faulty, listed, random)
-    is_faulty = random.random(len(chosen)) < member.share
-    return Answers(np.where(is_faulty[:, None], faulty.values, values), np.where(is_faulty, faulty.chosen, chosen))
+    return Answers(np.where(is_listed & np.isfinite(values), values, np.nan), chosen)
 
 
-def alarms(members: Sequence[Member], likelihoods: np.ndarray, requests: int, draws: int) -> np.ndarray:
-    """Return after how many requests each of `draws` resamplings of answers is an alarm; 0: never.
+def resampled(
+    members: Sequence[Member], likelihoods: np.ndarray, requests: int, draws: int
+) -> Iterator[dict[str, np.ndarray]]:
+    """Yield the likelihoods of hypotheses at each look, [draws, looks], some of `draws` resamplings at a time.
 
     likelihoods: of `log_likelihoods`, [members, answers]. Each resampling draws `requests` answers, with replacement.
     """
     random = np.random.default_rng(0)
     num_answers = likelihoods.shape[1]
-    looks = requests // LOOK_INTERVAL
-    first = []
+    looks = max(1, requests // LOOK_INTERVAL)
     for begin in range(0, draws, _BATCH):
         size = min(_BATCH, draws - begin)
         counts = np.zeros((size * looks, num_answers))  # of each answer between two looks
-        np.add.at(
-            counts,
-            (np.arange(size * looks)[:, None], random.integers(num_answers, size=(size * looks, LOOK_INTERVAL))),
-            1,
-        )
-        sums = (likelihoods @ counts.T).reshape(-1, size, looks).cumsum(axis=2)
-        evidence = log_evidence(by_hypothesis(members, sums))
-        above = evidence >= LIMIT
-        first.append(np.where(above.any(axis=1), LOOK_INTERVAL * (above.argmax(axis=1) + 1), 0))
-    return np.concatenate(first)
+        rows = np.arange(size * looks)[:, None]
+        np.add.at(counts, (rows, random.integers(num_answers, size=(size * looks, LOOK_INTERVAL))), 1)
+        yield by_hypothesis(members, (likelihoods @ counts.T).reshape(-1, size, looks).cumsum(axis=2))
 
 
-def power(members: Sequence[Member], true: Member, listed: int, requests: int) -> dict[str, float]:
-    """Return for each hypothesis the chance that `requests` requests show that an endpoint of it is not as published.
+def power(
+    members: Sequence[Member], true: Member, listed: int, requests: int, names: Collection[str]
+) -> dict[str, float]:
+    """Return for the hypotheses `names` the chance that `requests` requests show that an endpoint is not as published.
 
-    true: the member of "as published" that fits best, whose noise the endpoint has. Of the hypothesis' first member.
+    true: the member of "as published" that fits best, whose noise the endpoint has. Of each hypothesis' first member.
     """
     random = np.random.default_rng(0)
     chances = {}
     for member in members:
-        if member.hypothesis in chances or member.hypothesis == PUBLISHED:
+        if member.hypothesis in chances or member.hypothesis == PUBLISHED or member.hypothesis not in names:
             continue
         noise = member.noise if member.hypothesis == OTHER else true.noise
-        likelihoods = log_likelihoods(members, simulated(replace(member, noise=noise), listed, random))
-        chances[member.hypothesis] = float(np.mean(alarms(members, likelihoods, requests, _DRAWS) > 0))
+        answers = simulated(replace(member, noise=noise), listed, random)
+        if member.share:
+            other = next(member for member in members if member.hypothesis == OTHER)
+            faulty = simulated(other, listed, random)
+            is_faulty = random.random(len(answers.chosen)) < member.share
+            values = np.where(is_faulty[:, None], faulty.values, answers.values)
+            answers = Answers(values, np.where(is_faulty, faulty.chosen, answers.chosen))
+        batches = resampled(members, log_likelihoods(members, answers), requests, _DRAWS)
+        alarms = [(log_evidence(batch) >= LIMIT).any(axis=1) for batch in batches]
+        chances[member.hypothesis] = float(np.mean(alarms))
     return chances

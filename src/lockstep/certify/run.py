@@ -8,7 +8,7 @@ published" is, or the requests are used up. The remaining ones ask the same ques
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,13 +18,13 @@ from lockstep.artifacts.certificate import AS_PUBLISHED, CHAT, DIFFERS, UNDECIDE
 from lockstep.artifacts.files import sha256_file
 from lockstep.certify.answers import Answered, beginnings, read_tables
 from lockstep.certify.client import Endpoint, Form, FormRefused, NotServed, Reply, Spent, TooLong
-from lockstep.certify.likelihood import LIMIT, OTHER, PUBLISHED, SOME, Tables, members, power
+from lockstep.certify.likelihood import LIMIT, OTHER, PUBLISHED, RARE, SOME, Tables, members, power
 from lockstep.errors import InputError
 from lockstep.progress import steps
 
 COMPANY = "answers that depend on company"
 _BURSTS = (1, 2, 5, 17, 65)  # requests at once; the first repeats answers alone
-_MIN_POWER = 0.99  # power from which a hypothesis must be excluded
+MIN_POWER = 0.99  # power from which a hypothesis must be excluded
 _ANSWERS_BEFORE_POWER = 16  # answers after which the power of further ones is computed
 
 
@@ -42,8 +42,11 @@ class _Session:
 
     @property
     def testable(self) -> set[str]:
-        """Return the hypotheses that the requests can tell."""
-        return {name for name, chance in self.power.items() if chance >= _MIN_POWER}
+        """Return the hypotheses that must be excluded: those that the requests can tell.
+
+        To exclude a fault in 1 of 50 answers, at 1 in 1,000, takes more than 300 requests.
+        """
+        return {name for name, chance in self.power.items() if chance >= MIN_POWER and name != RARE}
 
     def ask(self, number: int) -> Reply | None:
         """Return the reply to a question; None where the endpoint does not serve its kind, or not so long a one."""
@@ -86,14 +89,16 @@ class _Session:
             answered.add(number, reply)
             if len(answered.replies) == _ANSWERS_BEFORE_POWER:
                 answered.weigh()
-                self.compute_power(answered, total)
+                self.power = self._power(answered, total, answered.likelihoods)
             if answered.is_weighed and self._is_decided(answered):
                 break
         if not answered.replies:
             raise InputError(f"{self.endpoint.url}: expected answers, found none; raise --requests")
         answered.weigh()
         if not self.power:
-            self.compute_power(answered, total)
+            self.power = self._power(answered, total, answered.likelihoods)
+        # The others are excluded by now, or all requests are sent.
+        self.power.update(self._power(answered, len(answered.replies), [RARE]))
         return answered
 
     def _longest_first(self, numbers: Sequence[int]) -> list[int]:
@@ -104,18 +109,18 @@ class _Session:
 
     def _is_decided(self, answered: Answered) -> bool:
         if answered.evidence >= LIMIT:
-            others = answered.likelihoods.keys() - {answered.best, OTHER, SOME}
+            others = answered.likelihoods.keys() - {answered.best, OTHER, SOME, RARE}
             return others <= answered.excluded(answered.best)
         return bool(self.testable) and self.testable <= answered.excluded()
 
-    def compute_power(self, answered: Answered, total: int) -> None:
-        """Compute the power of `total` answers like those so far."""
+    def _power(self, answered: Answered, total: int, names: Collection[str]) -> dict[str, float]:
+        """Return the power of `total` answers like those so far against the hypotheses `names`."""
         kinds = [number for number, question in enumerate(self.questions) if question.kind not in self.skipped]
         served = members(self.tables.at(kinds))
         listed = round(float(np.median([len(reply.token.logprobs) for reply in answered.replies.values()])))
         count = sum(member.hypothesis == PUBLISHED for member in served)
         best = served[int(np.argmax(answered.sums[:count]))]
-        self.power = power(served, best, listed, total)
+        return power(served, best, listed, total, names)
 
     def company(self, answered: Answered) -> tuple[Answered, dict[str, tuple[int, ...]]]:
         """Ask once more, many at once; return the first answers, and {at once: [answers, equal bits, equal tokens]}."""

@@ -11,14 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from benchmarks.certify_proxy import CROSSED, MANY, Proxy
 from click.testing import CliRunner
 
-from lockstep.artifacts.certificate import AS_PUBLISHED, CHAT, Certificate, Hypotheses
+from lockstep.artifacts.certificate import AS_PUBLISHED, CHAT, DIFFERS, Certificate, Hypotheses
 from lockstep.certify import run
 from lockstep.certify.answers import read_tables
 from lockstep.certify.client import Endpoint, Form
-from lockstep.certify.likelihood import PUBLISHED, members
-from lockstep.certify.run import certify
+from lockstep.certify.likelihood import PUBLISHED, RARE, SOME, members
+from lockstep.certify.run import COMPANY, certify
 from lockstep.cli.main import main
 from lockstep.errors import InputError
 from real_server import RealServer
@@ -39,6 +40,17 @@ def test_a_server_of_the_model_is_as_published(server: RealServer, hypotheses: P
     assert certificate.holds == "bits hold"
     certificate.save(tmp_path / "certificate.json")
     assert Certificate.load(tmp_path / "certificate.json") == certificate
+
+
+@pytest.mark.parametrize(("fault", "names"), [(MANY, (SOME, RARE)), (CROSSED, (COMPANY,))])
+def test_answers_to_other_requests_are_found(
+    server: RealServer, hypotheses: Path, fault: str, names: tuple[str, ...]
+) -> None:
+    path = hypotheses / "hypotheses" / "all.json"
+    with Proxy(server.url, fault, Hypotheses.load(path).questions) as proxy:
+        certificate = certify(Endpoint(f"{proxy.url}/v1", "demo-llama", None, 60, 0, 180), path)
+    assert certificate.verdict == DIFFERS and certificate.best in names, certificate.line
+    assert certificate.holds != "bits hold"
 
 
 def test_tokens_alone_decide_less_and_the_power_says_so(
