@@ -118,15 +118,18 @@ def minicpm3(tmp_path):
     return config, make(tmp_path / "shape.json", 0, tmp_path / "checkpoint")
 
 
-def test_a_cut_model_is_the_first_layers_of_the_whole_one(minicpm3):
+def test_a_cut_model_is_the_first_layers_of_the_whole_one(minicpm3, tmp_path):
+    """As golden loads it, and as validate does."""
     config, folder = minicpm3
+    weights = convert(resolve("model", folder, tmp_path / "checkpoint.json"), "fp32", tmp_path / "weights.json")
     full, cut = (load_folder(folder, cut_config(config, layers)) for layers in ("all", 2))
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
         states = full(ids, use_cache=False, output_hidden_states=True).hidden_states[2]
-        assert torch.equal(
-            cut.get_decoder().norm(states), cut(ids, use_cache=False, output_hidden_states=True).hidden_states[-1]
-        )
+        output = cut(ids, use_cache=False, output_hidden_states=True)
+    assert torch.equal(cut.get_decoder().norm(states), output.hidden_states[-1])
+    record = TorchModel(config, Weights.open(weights), 2).record(ids[0].numpy())
+    assert np.array_equal(record.logits, output.logits[0].numpy())
 
 
 def test_a_model_whose_first_layers_depend_on_how_many_follow_is_refused(minicpm3, monkeypatch):

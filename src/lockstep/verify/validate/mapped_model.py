@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lockstep.artifacts.dtypes import base_precision
 from lockstep.export.quiet import quiet
-from lockstep.export.torch_model import cut_config, is_within, load_tensors
+from lockstep.export.torch_model import cut_config, is_within, keep_constants, load_tensors
 from lockstep.export.tracer import DTYPES
 from lockstep.weights import Weights
 
@@ -71,6 +71,7 @@ def _without_parameters(config: Any, stored: PreTrainedModel, attention: str) ->
     """
     with quiet(), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    keep_constants(model)
     for name, module in model.named_modules():
         stored_buffers = stored.get_submodule(name)._buffers
         to_compute = []
