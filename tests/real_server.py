@@ -55,13 +55,9 @@ class RealServer:
         self._stderr = tempfile.TemporaryFile()
         arguments = ["serve", *([target] if target else []), "--results", tree, "--port", 0, *options]
         self.process = subprocess.Popen(
-            [python, "-m", "lockstep", *map(str, arguments)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            text=True,
-            env={**os.environ, "LOCKSTEP_THREADS": "1", **environment},
-        )
+            [python, "-m", "lockstep", *map(str, arguments)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=self._stderr, text=True, env={**os.environ, "LOCKSTEP_THREADS": "1", **environment},
+        )  # fmt: skip
         assert self.process.stdout is not None
         readable, _, _ = select.select([self.process.stdout], [], [], STARTS)
         self.line = self.process.stdout.readline() if readable else ""

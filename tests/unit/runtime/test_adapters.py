@@ -309,16 +309,11 @@ def checked(lora: Results, folder: Path, precision: str = "fp32", adapters: Path
         resolved = lora.adapters("demo-llama")
         make_reference(checkpoint, "all", golden, reference, adapters_json=resolved)
     return check(
-        lora.assembly("demo-llama", precision),
-        lora.weights("demo-llama", precision),
-        lora.engines("demo-llama", precision, "onnxruntime"),
-        adapters or lora.adapters("demo-llama"),
-        reference,
-        Target("demo-llama", precision, "all", "onnxruntime"),
-        CONFIG.tolerance("demo-lora", precision),
-        CONFIG.limits.plain(),
-        folder / "report.json",
-    )
+        lora.assembly("demo-llama", precision), lora.weights("demo-llama", precision),
+        lora.engines("demo-llama", precision, "onnxruntime"), adapters or lora.adapters("demo-llama"), reference,
+        Target("demo-llama", precision, "all", "onnxruntime"), CONFIG.tolerance("demo-lora", precision),
+        CONFIG.limits.plain(), folder / "report.json",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("precision", some(["fp32", "fp16"]))

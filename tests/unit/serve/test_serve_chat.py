@@ -241,28 +241,22 @@ REFUSED = {
     "another role": ({"messages": [*USER, {"role": "pope", "content": "a"}]}, "messages", "messages[1]: expected"),
     "no content": ({"messages": [{"role": "user"}]}, "messages", "messages[0].content: expected a text, or a list"),
     "an image": (
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]},
-        "messages",
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]}, "messages",
         "messages[0].content[0]: expected a part",
     ),
     "a part without its text": (
-        {"messages": [{"role": "user", "content": [{"type": "refusal", "text": "a"}]}]},
-        "messages",
-        "found 'refusal'",
+        {"messages": [{"role": "user", "content": [{"type": "refusal", "text": "a"}]}]}, "messages", "found 'refusal'",
     ),
     "a sound": (
-        {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
-        "messages",
+        {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]}, "messages",
         "this model reads text only; found 'input_audio'",
     ),
     "calls that are none": (
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "}"}}]}]},
-        "messages",
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "}"}}]}]}, "messages",
         "messages[0].tool_calls[0].function.arguments: expected JSON",
     ),
     "what the template refuses": (
-        {"messages": [{"role": "assistant", "tool_calls": [{}]}, {"role": "tool", "content": "a"}]},
-        "messages",
+        {"messages": [{"role": "assistant", "tool_calls": [{}]}, {"role": "tool", "content": "a"}]}, "messages",
         "expected a chat that the model's template renders, found: this model knows no tools",
     ),
     "half a character": ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "expected text in UTF-8"),
@@ -271,18 +265,15 @@ REFUSED = {
     "a tool that is chosen": ({"tool_choice": "auto"}, "tool_choice", "expected none without tools"),
     "variables that are none": ({"chat_template_kwargs": 3}, "chat_template_kwargs", "expected `object"),
     "the messages as a variable": (
-        {"chat_template_kwargs": {"messages": []}},
-        "chat_template_kwargs",
-        "expected no messages",
+        {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "expected no messages",
     ),
     "two ends": (
-        {"add_generation_prompt": True, "continue_final_message": True},
-        "continue_final_message",
+        {"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message",
         "expected false with add_generation_prompt true",
     ),
     "too many logprobs": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "expected 0 to 20"),
     "logprobs that are not asked for": ({"top_logprobs": 2}, "top_logprobs", "with logprobs true"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("fields", "param", "line"), REFUSED.values(), ids=REFUSED)

@@ -162,11 +162,8 @@ def test_plain_json_is_a_convention_for_models_without_a_format(results: Results
         assert calls == [("weather", PARIS)] and choice["finish_reason"] == "tool_calls"
         assert asks(ANSWERS[460])[0]["message"]["content"] == ANSWERS[460] and asks(TWO_CALLS)[1] == []
         forced = {
-            "tool_choice": "required",
-            "parallel_tool_calls": False,
-            "max_tokens": 100,
-            "thinking_token_budget": 0,
-        }
+            "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 100, "thinking_token_budget": 0,
+        }  # fmt: skip
         ((name, arguments),) = asks(ANSWERS[460], **forced)[1]
         assert name in ("weather", "time") and isinstance(json.loads(arguments), dict)
 
@@ -266,35 +263,29 @@ REFUSED = {
     "a large schema": ({"tools": [function(parameters={"title": "a" * 140_000})]}, "tools", "characters, found 140"),
     "a schema of a list": ({"tools": [function(parameters={"type": "array"})]}, "tools", "schema of an object"),
     "properties that are none": (
-        {"tools": [function(parameters={"properties": 3})]},
-        "tools",
+        {"tools": [function(parameters={"properties": 3})]}, "tools",
         "tools[0].function.parameters.properties: expected an object, found 3",
     ),
     "a schema that is none": (
-        {"tools": [function(parameters={"properties": {"a": 3}})], "tool_choice": "required"},
-        "tools",
+        {"tools": [function(parameters={"properties": {"a": 3}})], "tool_choice": "required"}, "tools",
         "tools: expected a grammar",
     ),
     "an effort that is none": ({"reasoning_effort": "most"}, "reasoning_effort", "found 'most'"),
     "a budget that is none": (
-        {"thinking_token_budget": -2},
-        "thinking_token_budget",
-        "thinking_token_budget: expected 0 or more tokens",
+        {"thinking_token_budget": -2}, "thinking_token_budget", "thinking_token_budget: expected 0 or more tokens",
     ),
     "strict that is none": ({"tools": [function(strict="yes")]}, "tools", "strict: expected true or false"),
     "a choice without tools": ({"tool_choice": "auto"}, "tool_choice", "expected none without tools"),
     "a choice that is none": ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice", "found 'maybe'"),
     "a choice of another": (
-        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
-        "tool_choice",
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice",
         "expected the name of one of tools, found 'g'",
     ),
     "arguments that are no object": (
         {"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
-        "messages",
-        "messages[1].tool_calls[0].function.arguments: expected JSON of an object",
+        "messages", "messages[1].tool_calls[0].function.arguments: expected JSON of an object",
     ),
-}
+}  # fmt: skip
 
 
 def test_the_openapi_document_is_that_of_the_bodies(server: RealServer) -> None:

@@ -316,12 +316,8 @@ def test_what_generate_refuses_is_named(server: RealServer, change: dict[str, An
 
 def test_what_asks_for_nothing_is_taken(server: RealServer) -> None:
     nothing = {
-        "lora_task_id": 0,
-        "return_context_logits": False,
-        "beam_width": 1,
-        "unheard_of": 3,
-        "length_penalty": 1.0,
-    }
+        "lora_task_id": 0, "return_context_logits": False, "beam_width": 1, "unheard_of": 3, "length_penalty": 1.0,
+    }  # fmt: skip
     assert generate(server, **nothing, guided_decoding_guide="") == generate(server)
 
 
