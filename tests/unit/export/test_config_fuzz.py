@@ -58,44 +58,25 @@ def resolved(folder: Path) -> Path | None:
 
 
 REFUSED = [
-    (
-        "num_attention_heads",
-        4,
-        "tensor 'model.layers.0.self_attn.o_proj.weight': expected shape [144, 160], found [144, 240]",
-    ),
-    (
-        "num_attention_heads",
-        7,
-        "ValueError: The hidden size (144) is not a multiple of the number of attention heads (7).",
-    ),
-    (
-        "num_key_value_heads",
-        DELETED,
-        "tensor 'model.layers.0.self_attn.k_proj.weight': expected shape [240, 144], found [80, 144]",
-    ),
+    ("num_attention_heads", 4,
+        "tensor 'model.layers.0.self_attn.o_proj.weight': expected shape [144, 160], found [144, 240]"),
+    ("num_attention_heads", 7,
+        "ValueError: The hidden size (144) is not a multiple of the number of attention heads (7)."),
+    ("num_key_value_heads", DELETED,
+        "tensor 'model.layers.0.self_attn.k_proj.weight': expected shape [240, 144], found [80, 144]"),
     ("head_dim", None, "tensor 'model.layers.0.self_attn.k_proj.weight': expected shape [48, 144], found [80, 144]"),
     ("head_dim", 10**9, "expected sizes of a model, found ones that make inv_freq a table of 500000000 numbers"),
-    (
-        "intermediate_size",
-        10**9,
-        "tensor 'model.layers.0.mlp.down_proj.weight': expected shape [144, 1000000000], found [144, 400]",
-    ),
+    ("intermediate_size", 10**9,
+        "tensor 'model.layers.0.mlp.down_proj.weight': expected shape [144, 1000000000], found [144, 400]"),
     ("attention_bias", True, "expected tensor 'model.layers.0.self_attn.k_proj.bias' [80], found none of this name"),
-    (
-        "attention_bias",
-        "no",
-        "found a config.json that it refuses: Validation error for field 'attention_bias': TypeError: "
-        "Field 'attention_bias' expected bool",
-    ),
+    ("attention_bias", "no", "found a config.json that it refuses: Validation error for field 'attention_bias': "
+        "TypeError: Field 'attention_bias' expected bool"),
     ("hidden_act", "unknown", "expected the config of a 'llama' model, found one that it refuses: KeyError: "),
-    (
-        "rope_parameters",
-        {"rope_type": "x", "rope_theta": 1.0},
-        "expected the config of a 'llama' model, found one that it refuses: ",
-    ),
+    ("rope_parameters", {"rope_type": "x", "rope_theta": 1.0},
+        "expected the config of a 'llama' model, found one that it refuses: "),
     ("dtype", "small", "found a config.json that it refuses: module 'torch' has no attribute 'small'; correct"),
     ("model_type", "unknown", "model_type: expected a type of transformers"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.long

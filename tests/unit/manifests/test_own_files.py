@@ -64,25 +64,11 @@ CALLS: dict[str, Callable[[Demo, Path], object]] = {
     ),
 }
 NO_FILES = {  # public, and write nothing, or are classes
-    *("Advance", "Assembly", "CheckError", "CheckpointFiles", "Engine", "EngineSet", "GoldenTerms", "InputError"),
-    *(
-        "Limits",
-        "Model",
-        "ModelDrafter",
-        "ModelOptions",
-        "NgramDrafter",
-        "Speculation",
-        "Request",
-        "Results",
-        "Sampling",
-        "Target",
-        "Tokenizer",
-        "Tolerances",
-        "Weights",
-        "describe_cpu",
-    ),
-    *("generate", "load_config", "open_model", "open_tokenizer", "verify_results"),
-}
+    "Advance", "Assembly", "CheckError", "CheckpointFiles", "Engine", "EngineSet", "GoldenTerms", "InputError",
+    "Limits", "Model", "ModelDrafter", "ModelOptions", "NgramDrafter", "Speculation", "Request", "Results", "Sampling",
+    "Target", "Tokenizer", "Tolerances", "Weights", "describe_cpu", "generate", "load_config", "open_model",
+    "open_tokenizer", "verify_results",
+}  # fmt: skip
 # A random checkpoint is not replaced: the folder might hold a real one.
 OTHERS = ("notes.txt", "other.onnx", "middle_9.onnx", "older.engine", "data.json", "other.safetensors", ".other.tmp")
 
