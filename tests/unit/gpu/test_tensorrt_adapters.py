@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 from demo_model import LIMITS
+from fine_tunes import add_fine_tune
 from lora_folders import NAMES, logits_of, opened, requests, shared_lora
 
 import fake_gpu
 from lockstep.backends.builder import build
 from lockstep.runtime import Decoding, Model, ModelOptions, Request, Sampling
+from lockstep.runtime.request import CheckpointFiles, adapter_of
 from lockstep.step.advance import Advance
 from lockstep.targets import Results
 from shared import Shared
@@ -69,9 +73,12 @@ def open_model(lora: Results, form: Form, gpu: fake_gpu.Gpu, shared: Shared) -> 
     weights = lora.weights("demo-llama", form[1])
     engines = built(lora, form, shared, "lora-tensorrt")
     adapters = lora.adapters("demo-llama")
-    return lambda **options: Model.open(
-        engines, assembly, weights, options=ModelOptions(**{**SIZES, "adapters_json": adapters, **options})
-    )
+
+    def open_with(weights: Path = weights, **options: Any) -> Model:
+        all_options = {**SIZES, "adapters_json": adapters, **options}
+        return Model.open(engines, assembly, weights, options=ModelOptions(**all_options))
+
+    return open_with
 
 
 def test_requests_of_several_adapters_in_one_batch_are_those_of_onnx_runtime(
@@ -85,6 +92,23 @@ def test_requests_of_several_adapters_in_one_batch_are_those_of_onnx_runtime(
             np.testing.assert_allclose(other, first, rtol=0, atol=TOLERANCE[form[1]])
     assert model.adapters is not None and model.adapters.residency.loads > 4
     assert (model.adapters.residency.places == -1).all()
+
+
+@pytest.mark.parametrize("max_bound", [1, 2])
+def test_adapters_are_those_of_the_checkpoint_in_whatever_network_it_is(
+    lora: Results, form: Form, open_model: Open, tmp_path: Path, max_bound: int
+) -> None:
+    tree = Results(Path(shutil.copytree(lora.root, tmp_path / "results", copy_function=os.link)))
+    add_fine_tune(tree, "tuned", form[1])
+    weights = tree.weights("tuned", form[1])
+    batch = requests()[:3]
+    expected = {"": logits_of(open_model(), batch, 2), "tuned": logits_of(open_model(weights), batch, 2)}
+    adapters = str(lora.adapters("demo-llama"))
+    tuned = CheckpointFiles("tuned", str(lora.assembly("demo-llama", form[1])), str(weights), adapters)
+    model = open_model(others=[tuned], max_bound=max_bound)
+    for checkpoint in ("", "tuned", ""):
+        named = [(ids, name and adapter_of(checkpoint, name)) for ids, name in batch]
+        assert all(map(np.array_equal, logits_of(model, named, 2, checkpoint), expected[checkpoint]))
 
 
 class Forced:
