@@ -33,7 +33,8 @@ from benchmarks.soak_requests import CANCELLED, FAILED, KINDS, Outcome, request,
 from lockstep import CheckError, InputError
 
 OPTIONS = (
-    options.option("--target", "A target of a finished run, such as demo-llama/fp32/all.", required=True),
+    options.option("--target", "A target of a finished run, such as demo-llama/fp32/all; several share its engines, "
+                   "and one is in memory at a time.", name="targets", many=True, required=True),
     options.RESULTS, options.option("--minutes", default=10, kind=float, minimum=0.1),
     options.number("--seed", 0, minimum=0),
     options.option("--kills", "Kill the engine once a minute.", False, bool),
@@ -73,13 +74,13 @@ class Soak:
 
 
 class Server:
-    """`lockstep serve` of a target, as a context. It is ended by SIGTERM, and must end by itself."""
+    """`lockstep serve` of targets, as a context. It is ended by SIGTERM, and must end by itself."""
 
-    def __init__(self, target: str, results: Path, kv_bytes: str):
+    def __init__(self, targets: Sequence[str], results: Path, kv_bytes: str):
         # All of the pool is written within a minute: memory that is touched for the first time is no leak.
-        arguments = [target, "--results", str(results), "--port", "0", "--kv-bytes", kv_bytes]
+        arguments = ["--results", str(results), "--port", "0", "--kv-bytes", kv_bytes, "--max-loaded-models", "1"]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "lockstep", "serve", *arguments], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "lockstep", "serve", *targets, *arguments], stdout=subprocess.PIPE, text=True
         )
         assert self._process.stdout is not None
         readable, _, _ = select.select([self._process.stdout], [], [], STARTS)
@@ -90,7 +91,7 @@ class Server:
         if ready is None:
             self._process.kill()
             self._process.wait()
-            raise InputError(f"{target}: expected a server ready within {STARTS:.0f} s, found {line!r}")
+            raise InputError(f"{', '.join(targets)}: expected a server ready within {STARTS:.0f} s, found {line!r}")
         self.port = int(ready[1])
 
     def __enter__(self) -> Server:
@@ -107,7 +108,13 @@ class Server:
             raise CheckError(f"server: expected exit code 0 after SIGTERM, found {code}")
 
     def status(self) -> dict[str, Any]:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/status", timeout=10) as answer:
+        return self._get("/status")
+
+    def models(self) -> list[str]:
+        return [card["id"] for card in self._get("/v1/models")["data"]]
+
+    def _get(self, path: str) -> dict[str, Any]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as answer:
             return json.load(answer)
 
     def engine(self) -> int | None:
@@ -171,18 +178,18 @@ def main(write: Path | None, **settings: Any) -> None:
     raise CheckError(message)
 
 
-def run(target: str, results: Path, minutes: float, seed: int, kills: bool, kv_bytes: str) -> dict[str, Any]:
-    """Soak a target's server, and return the record; its `faults` are the failed expectations."""
+def run(targets: Sequence[str], results: Path, minutes: float, seed: int, kills: bool, kv_bytes: str) -> dict[str, Any]:
+    """Soak a server, and return the record; its `faults` are the failed expectations."""
     soak = Soak()
-    with Server(target, results, kv_bytes) as server:
-        model = server.status()["model"]
-        _warm_up(server, soak, model, seed + 1)
+    with Server(targets, results, kv_bytes) as server:
+        models = server.models()
+        _warm_up(server, soak, models, seed + 1)
         begin = server.wait_idle()
-        _load(server, soak, model, 60 * minutes, seed, kills)
+        _load(server, soak, models, 60 * minutes, seed, kills)
         end = server.wait_idle(begin.descriptors)
         metrics = server.status()
     record = {
-        "benchmark": "soak", "target": target, "minutes": minutes, "seed": seed, "clients": CLIENTS,
+        "benchmark": "soak", "target": " ".join(targets), "minutes": minutes, "seed": seed, "clients": CLIENTS,
         "kv_bytes": kv_bytes, "kills": len(soak.kills), "restarts": metrics["restarts"],
         **_record(soak, begin, end), "pages_total": metrics["pages"]["total"],
         **surroundings("onnxruntime", "starlette", "uvicorn", "llguidance"),
@@ -190,17 +197,17 @@ def run(target: str, results: Path, minutes: float, seed: int, kills: bool, kv_b
     return {**record, "faults": faults(soak, begin, end)}
 
 
-def _warm_up(server: Server, soak: Soak, model: str, seed: int) -> None:
+def _warm_up(server: Server, soak: Soak, models: Sequence[str], seed: int) -> None:
     """Have everything opened that is opened once.
 
     By a load, and by slow grammars at once for the engine's processes.
     """
-    _load(server, Soak(outcomes=soak.outcomes), model, WARM_UP, seed, False)
+    _load(server, Soak(outcomes=soak.outcomes), models, WARM_UP, seed, False)
     with ThreadPoolExecutor(CLIENTS) as pool:
-        soak.outcomes += pool.map(lambda number: send(server.port, slow_grammar(model, number)), range(2 * CLIENTS))
+        soak.outcomes += pool.map(lambda number: send(server.port, slow_grammar(models[0], number)), range(2 * CLIENTS))
 
 
-def _load(server: Server, soak: Soak, model: str, seconds: float, seed: int, kills: bool) -> None:
+def _load(server: Server, soak: Soak, models: Sequence[str], seconds: float, seed: int, kills: bool) -> None:
     """Let clients ask side by side, and look at the server every second."""
     end = time.monotonic() + seconds
     lock = threading.Lock()
@@ -210,7 +217,7 @@ def _load(server: Server, soak: Soak, model: str, seconds: float, seed: int, kil
         while time.monotonic() < end:
             with lock:
                 number = next(numbers)
-            outcome = send(server.port, request(model, seed, number, CANCELS))
+            outcome = send(server.port, request(models[number % len(models)], seed, number, CANCELS))
             with lock:
                 soak.outcomes.append(outcome)
 
