@@ -25,8 +25,6 @@ _Read = Callable[["Service"], float]
 
 # Series that are read of the service at each scrape; counters are of all engine processes that there were.
 _GAUGES: dict[str, tuple[str, _Read]] = {
-    "num_requests_running": ("Answers that hold a slot.", lambda service: service.counters.running),
-    "num_requests_waiting": ("Requests that wait for a slot.", lambda service: service.counters.waiting),
     "kv_cache_usage_perc": ("Share of the KV cache's pages that are in use, 0 to 1.", lambda service: _usage(service)),
     "engine_up": ("1 while the engine takes requests.", lambda service: int(service.is_ready)),
 }
@@ -54,7 +52,7 @@ def _usage(service: Service) -> float:
 
 
 class _ServiceSeries(Collector):
-    """The series that are read at each scrape; all have the name of the service's first model."""
+    """The series that are read at each scrape; those of the engine have the name of the service's first model."""
 
     def __init__(self, service: Service, prefix: str):
         self._service = service
@@ -65,6 +63,7 @@ class _ServiceSeries(Collector):
             yield self._gauge(name, text, read(self._service))
         for name, (text, read) in _COUNTERS.items():
             yield self._counter(name, text, read(self._service))
+        yield from self._requests()
         yield from self._speculation()
         ready = self._service.first_frame
         if ready is not None:
@@ -74,6 +73,22 @@ class _ServiceSeries(Collector):
                 labels["cache_dtype"] = ready.kv_cache_dtype
             yield self._gauge("cache_config_info", text, 1.0, labels)
         yield from self._adapters()
+
+    def _requests(self) -> Iterator[GaugeMetricFamily]:
+        running = dict.fromkeys(self._service.models, 0)
+        waiting = dict.fromkeys(self._service.models, 0)
+        for stream in self._service.streams:
+            for prompt in stream.prompts:
+                if prompt.admitted is None:
+                    waiting[stream.metrics.model] += 1
+                else:
+                    running[stream.metrics.model] += len(prompt.choices)
+        texts = {"running": "Answers that were admitted.", "waiting": "Requests that wait for a slot."}
+        for name, counts in (("running", running), ("waiting", waiting)):
+            family = GaugeMetricFamily(f"{self._prefix}:num_requests_{name}", texts[name], labels=["model_name"])
+            for model, count in counts.items():
+                family.add_metric([model], count)
+            yield family
 
     def _speculation(self) -> Iterator[CounterMetricFamily]:
         counts = self._service.drafts()

@@ -198,6 +198,9 @@ def test_a_model_that_is_damaged_stops_no_other_and_a_dead_engine_none(
             with server.stopped_engine():
                 pending = [pool.submit(answers, server, name) for name in MODELS[:2]]
                 server.wait_until(lambda status: status["streams"] == 2)
+                metrics = server.request("GET", "/metrics")[2].decode()
+                waiting = re.findall(r'lockstep:num_requests_waiting{model_name="(.+)"} (.+)', metrics)
+                assert dict(waiting) == {"demo-llama": "1.0", "other": "0.0", "tuned": "1.0"}
                 os.kill(server.engine_pid, signal.SIGKILL)
             assert [result.result() for result in pending] == [alone[name] for name in MODELS[:2]]
         status, _, body = server.request("POST", "/v1/completions", {"model": "other", "prompt": "a"})
