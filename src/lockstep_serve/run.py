@@ -18,7 +18,7 @@ import uvloop
 from starlette.types import ASGIApp
 
 from lockstep import processes
-from lockstep.errors import ENDING, InputError
+from lockstep.errors import ENDING, InputError, truncate_list
 from lockstep.step.pages import PAGE_SIZE
 from lockstep_serve.app import application
 from lockstep_serve.bodies import Access
@@ -187,7 +187,7 @@ class _Lifecycle:
             else:
                 urls.append(f"http://{host}:{http.getsockname()[1]}")
         line = (
-            f"ready: {' and '.join(urls)} serves {self._service.name} "
+            f"ready: {' and '.join(urls)} serves {truncate_list([*self._service.models])} "
             f"({ready.backend}, identity {ready.identity[:12]}): up to {ready.max_batch_size} requests of "
             f"{ready.max_seq_len} tokens at a time, a KV cache of {ready.num_pages * PAGE_SIZE:,} tokens"
         )
