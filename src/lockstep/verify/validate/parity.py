@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from lockstep.artifacts.dtypes import has_8_bit_activations
 from lockstep.artifacts.reports import BlockErrors, TensorError
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.judge import NOTHING, Bound, Spread, beside_noise, measure, spread, within, wrong
@@ -149,10 +150,15 @@ def _measured(pieces: Pieces, tolerances: Tolerances, usual: Mapping[str, Spread
     # The first phase has all rows. Where the noise is larger there, its bound also applies to phases of fewer rows: in
     # three of them perhaps no activation of 8 bits was rounded to another integer.
     first_noise: dict[str, Spread] = {}
+    of_queries = 1.0
     for key, key_pieces in pieces.items():
         exact, actual, noisy = (np.concatenate(side) for side in zip(*key_pieces))
         noise = spread(exact, noisy)
         output = key.rpartition(".")[2]
+        if output == "key_out" and output in usual and has_8_bit_activations(tolerances.precision) and noise.rms > 0:
+            of_queries = max(1.0, usual[output].rms / noise.rms)  # rounded as keys are: of the same activations
+        if output == "attention":
+            noise *= of_queries
         first_noise.setdefault(output, noise | usual.get(output, NOTHING))
         errors[key] = beside_noise(key, exact, actual, noise | first_noise[output], tolerances)
     return errors
