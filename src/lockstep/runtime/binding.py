@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import os
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,8 @@ from lockstep.step.ranks import RankAttention, RankBlock
 from lockstep.weights import Weights, check_slots
 from lockstep.weights.adapters import LoraArrays, arrays_of, empty_arrays
 from lockstep.weights.ranks import RankWeights
+
+_MAX_CHECKPOINTS = 1000  # whose digests are kept, some 10 KB each
 
 
 class Binder:
@@ -70,7 +73,8 @@ class Binder:
         self._programs = {name: load(name) for name, _ in self.assembly.engine_graphs() if name in blocks}
         self._shares_blocks = shares_blocks
         self._blocks: weakref.WeakValueDictionary[bytes, Block] = weakref.WeakValueDictionary()  # by digest
-        self._digests: dict[tuple[str, ...], bytes] = {}  # by checkpoint and the names of a block's tensors
+        # By checkpoint, and the names of a block and its tensors; of the last ones only, for weights may be updated.
+        self._digests: OrderedDict[str, dict[tuple[str, ...], bytes]] = OrderedDict()
         # By the tensors of a block: what networks read of adapters is the same, whichever checkpoint is bound.
         self._adapter_arrays: dict[tuple[str, ...], dict[str, Any]] = {}
         self._bases = {name: load(name) for name, _ in base_graphs(self.assembly) if name in engines.manifest.engines}
@@ -110,15 +114,19 @@ class Binder:
     def _shared_block(self, weights: Weights, checkpoint: str, block: BoundBlock) -> Block:
         """Return a block, that of another checkpoint if that has the same numbers in it."""
         names = block.graph, *_tensors_of(block)
-        key = checkpoint, *names
-        if key not in self._digests:
+        digests = self._digests.setdefault(checkpoint, {})
+        if len(self._digests) > _MAX_CHECKPOINTS:
+            self._digests.popitem(last=False)
+        if names not in digests:
             digest = hashlib.sha256(repr(names).encode())  # another layer has its own arrays of adapters
             for name in names[1:]:
-                digest.update(hashlib.sha256(weights[name].reshape(-1).view(np.uint8).data).digest())
-            self._digests[key] = digest.digest()
-        bound = self._blocks.get(self._digests[key])
+                array = weights[name]
+                digest.update(repr((array.dtype, array.shape)).encode())
+                digest.update(hashlib.sha256(array.reshape(-1).view(np.uint8).data).digest())
+            digests[names] = digest.digest()
+        bound = self._blocks.get(digests[names])
         if bound is None:
-            bound = self._blocks[self._digests[key]] = self._bind_block(weights, block)
+            bound = self._blocks[digests[names]] = self._bind_block(weights, block)
         return bound
 
     def _bind_block(self, weights: Weights, block: BoundBlock) -> Block:
