@@ -42,7 +42,7 @@ def test_sparse_attention_is_refused():
         trace_unique_layers(meta_model(config, "fp32"))
 
 
-@pytest.mark.parametrize("window", [1, 5, 300, 4096])
+@pytest.mark.parametrize("window", [1, 300])
 def test_windows_are_read_from_the_mask(window):
     assert window_of(masking_utils.sliding_window_causal_mask_function(window), window) == window
     assert window_of(masking_utils.causal_mask_function) == 0
