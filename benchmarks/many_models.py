@@ -212,7 +212,7 @@ def _decode(model: Model) -> float:
 
 
 def _switch_each(model: Model, loaded: int, weights: Sequence[Path]) -> list[float]:
-    """Load what is not loaded into the last network, and then its own weights; return the seconds of each."""
+    """Load another model into the last network, and then its own weights; return the seconds of each."""
     seconds = []
     for path in (*weights[loaded:], weights[loaded - 1]):
         began = time.perf_counter()
