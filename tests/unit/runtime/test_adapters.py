@@ -335,13 +335,6 @@ def _unscaled(adapter: Any, adapter_slot: int, rank: int, arrays: Any) -> None:
     _WRITE(replace(adapter, scale=1.0), adapter_slot, rank, arrays)
 
 
-def _garbage(adapter: Any, adapter_slot: int, rank: int, arrays: Any) -> None:
-    _WRITE(adapter, adapter_slot, rank, arrays)
-    for array in arrays:
-        array.a[:, adapter_slot * rank + adapter.rank : (adapter_slot + 1) * rank] = 0.1
-        array.b[adapter_slot * rank + adapter.rank : (adapter_slot + 1) * rank] = 0.1
-
-
 def _not_cleared(adapter: Any, adapter_slot: int, rank: int, arrays: Any) -> None:
     """Modules and rows that the adapter does not have keep what the one before it left."""
     adapted = [array for array in arrays if array.module in adapter.modules]
@@ -353,40 +346,12 @@ def _not_cleared(adapter: Any, adapter_slot: int, rank: int, arrays: Any) -> Non
         item.b[rows] = b[rows]
 
 
-def _without_a_module(adapter: Any, adapter_slot: int, rank: int, arrays: Any) -> None:
-    most_arrays = [array for array in arrays if not array.module.endswith("layers.5.self_attn.v_proj")]
-    _WRITE(adapter, adapter_slot, rank, most_arrays)
-
-
-@pytest.mark.parametrize("fault", [
-    _neighbour, _unscaled,
-    *(pytest.param(fault, marks=pytest.mark.long) for fault in (_garbage, _not_cleared, _without_a_module)),
-])  # fmt: skip
+@pytest.mark.parametrize("fault", [_neighbour, _unscaled, pytest.param(_not_cleared, marks=pytest.mark.long)])
 def test_the_check_finds_a_fault_in_loading(
     lora: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Callable[..., None]
 ) -> None:
     monkeypatch.setattr("lockstep.runtime.adapters.write_adapter", fault)
     with pytest.raises(CheckError, match=r"adapter '(captain|shakespeare|random)', prompt .* expected"):
-        checked(lora, tmp_path)
-
-
-@pytest.mark.long
-def test_the_check_finds_matrices_in_each_others_place(
-    lora: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """This model has no square module: q and o of a layer stand for one, for each has the other's shape transposed."""
-
-    def turned(path: Any) -> dict[str, loading.LoadedAdapter]:
-        adapters = open_adapters(path)
-        modules = dict(adapters["shakespeare"].modules)
-        q = "model.layers.2.self_attn.q_proj"
-        o = "model.layers.2.self_attn.o_proj"
-        modules[q], modules[o] = ((modules[b][1].T.copy(), modules[b][0].T.copy()) for b in (o, q))
-        adapters["shakespeare"] = replace(adapters["shakespeare"], modules=modules)
-        return adapters
-
-    monkeypatch.setattr("lockstep.runtime.adapters.open_adapters", turned)
-    with pytest.raises(CheckError, match="adapter 'shakespeare'"):
         checked(lora, tmp_path)
 
 
@@ -502,10 +467,8 @@ def refused(lora: Results, folder: Path, max_lora_rank: int = 16, targets: Any =
 
 @pytest.mark.parametrize(("settings", "line"), [
     ({"use_dora": True}, "a LoRA without use_dora (DoRA scales the base's weights), found True"),
-    ({"modules_to_save": ["lm_head"]}, "a LoRA without modules_to_save (whole modules are saved with the adapter)"),
     ({"trainable_token_indices": [1]}, "a LoRA without trainable_token_indices (rows of the embedding were trained)"),
     ({"bias": "all"}, "expected bias 'none', found 'all'"),
-    ({"lora_bias": True}, "expected bias 'none', found True"),
     ({"peft_type": "IA3"}, "expected peft_type LORA, found 'IA3'"),
     ({"init_lora_weights": "pissa"}, "expected weights that begin on the base as it is (init_lora_weights)"),
     ({"alpha_pattern": {"(a|aa)*q_proj": 3}}, "simple regular expressions, found {'(a|aa)*q_proj'"),
@@ -516,7 +479,6 @@ def refused(lora: Results, folder: Path, max_lora_rank: int = 16, targets: Any =
     ({"use_new_trick": 1}, "a setting that changes the computation, or that is not known here"),
     ({"r": 0}, "expected a rank (r) of 1 or more, found 0"),
     ({"r": 5}, "expected lora_A [5, in_features] and lora_B [out_features, 5], found [4, 144] and [240, 4]"),
-    ({"lora_alpha": None}, "expected a finite lora_alpha other than 0, found None"),
 ])  # fmt: skip
 def test_settings_of_another_computation_are_refused_by_name(
     lora: Results, tmp_path: Path, settings: dict[str, Any], line: str
@@ -675,13 +637,6 @@ def test_configs_that_cannot_be_are_refused(changes: dict[str, Any], line: str) 
     with pytest.raises(InputError) as raised:
         load.load(config(**changes))
     assert line in str(raised.value) and "\n" not in str(raised.value)
-
-
-def test_two_adapters_of_one_name_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text((ROOT / "config" / "adapters.yaml").read_text().replace("shakespeare:\n", "captain:\n"))
-    with pytest.raises(InputError, match="captain"):
-        load.load(path)
 
 
 def test_a_folder_that_is_not_there_is_refused_with_every_place(tmp_path: Path) -> None:
