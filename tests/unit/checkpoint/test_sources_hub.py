@@ -244,7 +244,6 @@ def test_a_commit_that_is_gone_is_named(user: User, hub: HubServer) -> None:
 
 
 @pytest.mark.exports
-@pytest.mark.exports
 def test_a_first_config_of_a_model_on_the_hub_asks_for_its_config_alone(user: User, hub: HubServer) -> None:
     hub.model(NAME, model())
     for source in (f"hf:{NAME}", f"hf:{NAME}@main"):
