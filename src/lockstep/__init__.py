@@ -45,7 +45,7 @@ _API = {
     "convert_weights": ("weights", "convert"),
     "describe_cpu": ("backends.cpu", "describe_cpu"),
     "export_config": ("export.run", "export_config"),
-    "export_graphs": ("export", "export"),
+    "export_graphs": ("export.run", "export"),
     "generate": ("runtime", "generate"),
     "load_config": ("config.load", "load_config"),
     "make_random_checkpoint": ("export.random_model", "make"),

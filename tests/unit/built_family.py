@@ -11,8 +11,8 @@ from families import FAMILIES, in_eights
 
 from lockstep.backends.builder import build
 from lockstep.checkpoint import resolve, resolve_architecture
-from lockstep.export import export
 from lockstep.export.random_model import make
+from lockstep.export.run import export
 from lockstep.targets import Results
 from lockstep.weights import convert
 from shared import Shared

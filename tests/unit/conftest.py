@@ -39,7 +39,7 @@ def demo(shared: Shared) -> Results:
 
 
 def _make_demo(folder: Path) -> None:
-    from lockstep.export import export  # loads torch
+    from lockstep.export.run import export  # loads torch
 
     results = Results(folder)
     checkpoint = resolve(str(DEMO), DEMO, results.checkpoint("demo-llama"))
@@ -58,7 +58,7 @@ def demo_bf16(shared: Shared) -> Results:
     """Results of "demo-llama" in bf16: checkpoint, weights, graphs. Read only."""
 
     def make(folder: Path) -> None:
-        from lockstep.export import export  # loads torch
+        from lockstep.export.run import export  # loads torch
 
         results = Results(folder)
         checkpoint = resolve(str(DEMO), DEMO, results.checkpoint("demo-llama"))

@@ -11,7 +11,8 @@ import numpy as np
 
 from lockstep.backends.builder import build
 from lockstep.checkpoint import resolve
-from lockstep.export import export, random_model
+from lockstep.export import random_model
+from lockstep.export.run import export
 from lockstep.targets import Results
 from lockstep.weights import Weights, convert
 

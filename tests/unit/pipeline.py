@@ -31,7 +31,7 @@ def write_assembly(files: Mapping[str, bytes], assembly: Assembly, source: Path,
 
 def make_engines(source: Path, results: Results, name: str, precision: str, **options: Any) -> None:
     """Take a checkpoint's folder through resolve, export, convert and a build for ONNX Runtime. options: of export."""
-    from lockstep.export import export  # loads torch
+    from lockstep.export.run import export  # loads torch
 
     checkpoint = resolve(str(source), source, results.checkpoint(name))
     architecture = resolve_architecture(str(source), source, results.architecture(name))

@@ -21,8 +21,8 @@ from lockstep import make_random_checkpoint
 from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.backends.builder import build
 from lockstep.checkpoint import resolve
-from lockstep.export import export
 from lockstep.export.quantize import quantize
+from lockstep.export.run import export
 from lockstep.targets import Limits, Results, Target
 from lockstep.verify.golden.reference import make_reference
 from lockstep.verify.golden.terms import GoldenTerms

@@ -11,11 +11,10 @@ Method: parameters are fake tensors (shape and dtype only); attention is replace
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -32,9 +31,10 @@ from lockstep.artifacts.dtypes import PRECISION_NAMES
 from lockstep.errors import InputError
 from lockstep.export.attention_hook import HOOK, unpacked
 from lockstep.export.bfloat16 import widen_unsupported
+from lockstep.export.decoder_layers import layer_list, only_layers
 from lockstep.export.embedding import at_entry, is_changed
 from lockstep.export.float64_constants import float64_constants
-from lockstep.export.language import build_config, per_layer_settings, refused_in_one_line, root_cause
+from lockstep.export.language import build_config, refused_in_one_line, root_cause
 from lockstep.export.markers import DOMAIN
 from lockstep.export.quiet import quiet
 from lockstep.export.refusals import known_reason
@@ -144,38 +144,6 @@ def _compute_buffers(model: PreTrainedModel, model_type: str) -> None:
     for module in computed:
         if unset_buffers(module):
             raise InputError(f"{refusal} {unset_buffers(module)}")
-
-
-def layer_list(model: PreTrainedModel) -> tuple[str, torch.nn.ModuleList]:
-    """Return name and module of the list of decoder layers. Raises InputError for none of the config's length."""
-    depth = model.config.get_text_config().num_hidden_layers
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.ModuleList) and len(module) == depth:
-            return name, module
-    raise InputError(
-        f"model type {model.config.model_type!r} cannot be split: expected a list of {depth} decoder layers, found none"
-    )
-
-
-@contextlib.contextmanager
-def only_layers(model: PreTrainedModel, indices: Sequence[int]) -> Iterator[None]:
-    """Let a model run only the layers `indices`, in that order, and everything after its last layer."""
-    name, layers = layer_list(model)
-    parent, _, attribute = name.rpartition(".")
-    owner = model.get_submodule(parent)
-    text = model.config.get_text_config()
-    lists = per_layer_settings(text, len(layers))  # the depth of some configs is the length of one (Nemotron-H)
-    setattr(owner, attribute, torch.nn.ModuleList([layers[index] for index in indices]))
-    for key, value in lists.items():
-        setattr(text, key, [value[index] for index in indices])
-    text.num_hidden_layers = len(indices)
-    try:
-        yield
-    finally:
-        setattr(owner, attribute, layers)
-        for key, value in lists.items():
-            setattr(text, key, value)
-        text.num_hidden_layers = len(layers)
 
 
 def _to_fake(model: PreTrainedModel, mode: FakeTensorMode) -> None:

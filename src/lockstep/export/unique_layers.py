@@ -21,6 +21,7 @@ from lockstep.errors import InputError
 from lockstep.export.canonical import Graph, canonical
 from lockstep.export.checkpoint_layout import checkpoint_layout
 from lockstep.export.cut import INPUT_ORDER, Batchless, Cut, bind_slot, cut
+from lockstep.export.decoder_layers import layer_list
 from lockstep.export.independence import check_independence
 from lockstep.export.language import per_layer_settings
 from lockstep.export.markers import DOMAIN
@@ -28,7 +29,7 @@ from lockstep.export.movement import put_tokens_first, unfold_copies
 from lockstep.export.refusals import known_reason
 from lockstep.export.residual import widen_residual
 from lockstep.export.simplify import pack
-from lockstep.export.tracer import layer_list, trace
+from lockstep.export.tracer import trace
 from lockstep.onnx_tools.values import shape_of
 from lockstep.progress import steps
 

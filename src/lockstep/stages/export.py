@@ -17,8 +17,8 @@ class Export(Stage):
         return ("graphs", key.names["precision"]), items
 
     def run(self, job: Job) -> None:
-        from lockstep import export
+        from lockstep.export.run import export
 
         # Left by a killed export; names of graphs depend on the model, so all files of the folder go.
         clear_unnamed(job.output, lambda path: True)
-        export.export(job.inputs["architecture"], job.names["precision"], job.output, **job.options)
+        export(job.inputs["architecture"], job.names["precision"], job.output, **job.options)

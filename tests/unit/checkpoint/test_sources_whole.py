@@ -22,8 +22,9 @@ from safetensors.torch import save_file
 
 from lockstep.backends.builder import build
 from lockstep.checkpoint import resolve
-from lockstep.export import export, random_model
+from lockstep.export import random_model
 from lockstep.export.quiet import quiet
+from lockstep.export.run import export
 from lockstep.runtime import Model, ModelOptions, Tokenizer, generate
 from lockstep.targets import Results
 from lockstep.tolerances import Tolerances

@@ -17,9 +17,9 @@ from lockstep.checkpoint import resolve, resolve_architecture
 from lockstep.checkpoint.tensors import find_tensors
 from lockstep.config import model_config
 from lockstep.errors import InputError
-from lockstep.export import export
 from lockstep.export.checkpoint_layout import check_tensors
 from lockstep.export.quiet import quiet
+from lockstep.export.run import export
 from lockstep.export.tracer import meta_model
 
 CONFIG = json.loads((DEMO / "config.json").read_text())

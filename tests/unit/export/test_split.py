@@ -16,11 +16,12 @@ from transformers import AutoModelForCausalLM
 
 from lockstep.checkpoint import resolve
 from lockstep.errors import InputError
-from lockstep.export import export, unique_layers
+from lockstep.export import unique_layers
 from lockstep.export.checkpoint_layout import checkpoint_layout
+from lockstep.export.decoder_layers import layer_list
 from lockstep.export.flow import Flow
-from lockstep.export.run import assemble
-from lockstep.export.tracer import layer_list, meta_model
+from lockstep.export.run import assemble, export
+from lockstep.export.tracer import meta_model
 from lockstep.export.unique_layers import trace_unique_layers
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.weights import Weights, convert

@@ -31,8 +31,8 @@ from lockstep.artifacts.signature import IO
 from lockstep.backends.builder import build
 from lockstep.checkpoint import resolve
 from lockstep.errors import CheckError, InputError
-from lockstep.export import export
 from lockstep.export.quantize import quantize
+from lockstep.export.run import export
 from lockstep.onnx_tools.cut_products import CutGraph, cut_products
 from lockstep.onnx_tools.prepare import random_inputs
 from lockstep.onnx_tools.sessions import compute

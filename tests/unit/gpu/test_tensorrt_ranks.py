@@ -46,7 +46,7 @@ def split(demo: Results, shared: Shared, form: Form) -> tuple[Path, Path, Path]:
     _, precision, _, degree = form
 
     def make(folder: Path) -> None:
-        from lockstep.export import export  # loads torch
+        from lockstep.export.run import export  # loads torch
 
         of_one = demo.checkpoint(MODEL) if degree == 2 else make_random(folder, [precision]).checkpoint("tiny")
         export(of_one, precision, folder / "ranks" / "assembly.json", tensor_parallel=degree)

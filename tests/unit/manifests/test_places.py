@@ -15,7 +15,7 @@ from lockstep.artifacts.files import write_bytes, write_json
 from lockstep.backends.cpu import THREADS_VARIABLE, core_count, thread_count
 from lockstep.checkpoint import resolve
 from lockstep.cli.main import main
-from lockstep.export import export
+from lockstep.export.run import export
 from lockstep.weights import convert
 
 CONFIG = f"models: {{m: {{source: {DEMO}, golden: {{prompts: [{{text: Light}}]}}}}}}\n"

@@ -29,9 +29,9 @@ from lockstep.backends.builder import build
 from lockstep.checkpoint import resolve
 from lockstep.config import load
 from lockstep.errors import CheckError, InputError
-from lockstep.export import export, parity
+from lockstep.export import parity
 from lockstep.export.reference_runner import ReferenceRunner
-from lockstep.export.run import assemble
+from lockstep.export.run import assemble, export
 from lockstep.export.tracer import meta_model
 from lockstep.runtime import Advance, Model, ModelOptions, Sampling
 from lockstep.step.logits_pipeline import Sampler, most_likely, most_likely_of_ranks, most_likely_of_shard

@@ -20,7 +20,7 @@ from lockstep.backends.builder import build
 from lockstep.backends.engine_set import EngineSet
 from lockstep.backends.openvino import cpu
 from lockstep.checkpoint import resolve
-from lockstep.export import export
+from lockstep.export.run import export
 from lockstep.targets import Results
 from lockstep.verify.bisect.explain import engine_report
 from lockstep.verify.compare.pair import Pair

@@ -23,7 +23,7 @@ from lockstep.backends.builder import build
 from lockstep.checkpoint import resolve, resolve_architecture
 from lockstep.config import load
 from lockstep.errors import CheckError, InputError
-from lockstep.export import export
+from lockstep.export.run import export
 from lockstep.onnx_tools.overflow import find_overflow, overflows
 from lockstep.stages import STAGES, Job
 from lockstep.targets import Limits, Results, Target

@@ -45,9 +45,8 @@ from lockstep.checkpoint.resolve import resolve_architecture
 from lockstep.config import load
 from lockstep.config.packing import packing_of
 from lockstep.errors import CheckError, InputError
-from lockstep.export import export
 from lockstep.export.quantize import quantize
-from lockstep.export.run import assemble
+from lockstep.export.run import assemble, export
 from lockstep.export.tracer import meta_model
 from lockstep.targets import Results
 from lockstep.verify.golden.reference import make_reference

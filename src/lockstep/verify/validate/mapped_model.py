@@ -17,10 +17,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from lockstep.artifacts.dtypes import base_precision
+from lockstep.artifacts.dtypes import PRECISION_NAMES, base_precision
 from lockstep.export.quiet import quiet
 from lockstep.export.torch_model import cut_config, is_within, keep_constants, load_tensors
-from lockstep.export.tracer import DTYPES
 from lockstep.weights import Weights
 
 _JOINS = {torch.ops.aten.cat.default, torch.ops.aten.stack.default}
@@ -32,7 +31,7 @@ def mapped_model(config: Mapping[str, Any], weights: Weights, layers: int | str,
     attention: name of a registered attention function. Raises InputError as `load_tensors` does.
     """
     tensors = {name: _mapped(array) for name, array in weights.dequantized() if is_within(name, layers)}
-    dtype = DTYPES[base_precision(weights.precision)]
+    dtype = getattr(torch, PRECISION_NAMES[base_precision(weights.precision)])
     with _PagesDropped(weights):
         stored = load_tensors(tensors, cut_config(config, layers), attention, str(weights.manifest_path), dtype)
     model = _without_parameters(cut_config(config, layers), stored, attention)

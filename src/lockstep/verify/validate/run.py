@@ -34,7 +34,7 @@ from lockstep.artifacts.reports import (
     ValidationReport,
 )
 from lockstep.errors import CheckError, InputError
-from lockstep.export.tracer import only_layers
+from lockstep.export.decoder_layers import only_layers
 from lockstep.onnx_tools.judge import max_abs_error, wrong
 from lockstep.tolerances import Tolerances
 from lockstep.verify.boundaries import config_lengths, edges, synthetic_past

@@ -28,6 +28,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from lockstep.errors import InputError
+from lockstep.export.decoder_layers import layer_list
 from lockstep.export.embedding import embed
 from lockstep.export.state_hook import (
     Recurrent,
@@ -39,7 +40,6 @@ from lockstep.export.state_hook import (
     scan_inputs,
 )
 from lockstep.export.torch_model import TokensBefore, eager_attention
-from lockstep.export.tracer import layer_list
 from lockstep.verify.records import LayerRecord, Record, interpolate
 from lockstep.verify.rounded import NOISE_DTYPES, Rounded, noisy, round_activations
 from lockstep.verify.validate.mapped_model import mapped_model
