@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,11 @@ class Answered:
     trace: list[Mapping[str, float]] = field(default_factory=list)
     _new: list[tuple[int, Token, bool, bool]] = field(default_factory=list)
     _valued: set[int] = field(default_factory=set)
-    _members: list[Member] = field(default_factory=list)
+
+    @cached_property
+    def members(self) -> list[Member]:
+        """The members of all hypotheses, on all questions."""
+        return members(self.tables)
 
     def add(self, number: int, reply: Reply) -> None:
         """Take a reply, and its answers to questions that its prompt begins with."""
@@ -91,9 +96,7 @@ class Answered:
         self._new.clear()
         answers = as_answers([self.questions[number] for number in numbers], tokens, self.tables)
         chosen = np.where(is_chosen, answers.chosen, UNKNOWN)
-        if not self._members:
-            self._members = members(self.tables)
-        all_members = [member.at(numbers) for member in self._members]
+        all_members = [member.at(numbers) for member in self.members]
         answers = Answers(answers.values, chosen, np.array(is_new), is_first=np.array(is_chosen))
         likelihoods = log_likelihoods(all_members, answers)
         self.sums = self.sums + likelihoods.sum(axis=1)

@@ -18,7 +18,7 @@ from lockstep.artifacts.certificate import AS_PUBLISHED, CHAT, DIFFERS, UNDECIDE
 from lockstep.artifacts.files import sha256_file
 from lockstep.certify.answers import Answered, beginnings, read_tables
 from lockstep.certify.client import Endpoint, Form, FormRefused, NotServed, Reply, Spent, TooLong
-from lockstep.certify.likelihood import LIMIT, OTHER, PUBLISHED, RARE, SOME, Tables, members, power
+from lockstep.certify.likelihood import LIMIT, OTHER, PUBLISHED, RARE, SOME, Tables, power
 from lockstep.errors import InputError
 from lockstep.progress import steps
 
@@ -116,7 +116,7 @@ class _Session:
     def _power(self, answered: Answered, total: int, names: Collection[str]) -> dict[str, float]:
         """Return the power of `total` answers like those so far against the hypotheses `names`."""
         kinds = [number for number, question in enumerate(self.questions) if question.kind not in self.skipped]
-        served = members(self.tables.at(kinds))
+        served = [member.at(kinds) for member in answered.members]
         listed = round(float(np.median([len(reply.token.logprobs) for reply in answered.replies.values()])))
         count = sum(member.hypothesis == PUBLISHED for member in served)
         best = served[int(np.argmax(answered.sums[:count]))]
