@@ -14,6 +14,8 @@
 #   make slurm-test               runs the workflow on a Slurm cluster of this machine alone (tests/slurm), which it starts in a temporary folder: no root, no service;
 #                                 SLURM_ENV names the folder that Snakemake's plugin is installed in
 #   make oldest-test              plans and runs with the oldest Snakemake that is claimed (envs/oldest.txt)
+#   make screenshots              takes pictures of the report and of the server's page as a phone and a desk show them, light and dark, with Chromium or Chrome,
+#                                 and checks that nothing stands out to the side (tests/screenshots); PICTURES names the folder that they go to
 #   make faults                   sends planted faults through all gates of both CPU backends (tests/faults), SmolLM2's too where `make real` left it;
 #                                 ARGS="--draw 1" plants each fault once, in a precision that its name draws; ARGS="--help" has the choices
 #   make docs                     builds the manual as a site, .site/html, and checks its links, and that its pages request nothing from elsewhere;
@@ -65,8 +67,9 @@ OLDEST_ENV ?= .oldest
 DOCS_ENV ?= .docs
 SITE := .site
 REAL := .real
+PICTURES ?= .screenshots
 REAL_CONFIG ?=
-.PHONY: hashes demo avx2-demo real test test-unit test-all triton-test clients-test kubernetes-test slurm-test oldest-test docs faults lint gpu gpu-tensorrt setup setup-test clean
+.PHONY: hashes demo avx2-demo real test test-unit test-all triton-test clients-test kubernetes-test slurm-test oldest-test docs screenshots faults lint gpu gpu-tensorrt setup setup-test clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -116,6 +119,10 @@ docs: $(DOCS_ENV)/.pinned
 	cp -R README.md CHANGELOG.md CONTRIBUTING.md LICENSE docs records config examples $(SITE)/pages
 	cp -R resources/grafana $(SITE)/pages/resources
 	$(DOCS_ENV)/bin/mkdocs build
+
+# -rs: where there is no browser, one line says so.
+screenshots: setup-test
+	LOCKSTEP_SCREENSHOTS="$(abspath $(PICTURES))" $(BIN)/python -m pytest -n 0 -q -rs tests/screenshots $(ARGS)
 
 faults: setup-test
 	PYTHONPATH=tests $(BIN)/python -m faults $(addprefix --checkpoint ,$(wildcard $(REAL)/results/smollm2/checkpoint)) $(ARGS)

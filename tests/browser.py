@@ -1,11 +1,12 @@
 """A browser without a window, driven by the DevTools protocol over two pipes.
 
-The option is `--remote-debugging-pipe`. Only what the tests need: open a page, run JavaScript in it, press keys. Needs
-Chromium or Chrome and no package. https://chromedevtools.github.io/devtools-protocol/
+The option is `--remote-debugging-pipe`. Only what the tests need: open a page, run JavaScript in it, press keys, take a
+picture. Needs Chromium or Chrome and no package. https://chromedevtools.github.io/devtools-protocol/
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import select
@@ -118,6 +119,10 @@ class Browser:
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._ask("Emulation.setEmulatedMedia", features=[scheme])
+
+    def picture(self) -> bytes:
+        """Return a screenshot, as PNG."""
+        return base64.b64decode(self._ask("Page.captureScreenshot", format="png")["data"])
 
     def tree(self) -> list[tuple[str, str]]:
         """Return role and name of what a screen reader finds on the page."""
