@@ -38,7 +38,8 @@ class Int8Products(Pass):
                 continue
             source = before_rounding(activation)
             if source is not None:
-                node.replace_input_with(0, source)
+                if attribute(node, "N") > 1:  # of one output OpenVINO multiplies the activation as it is
+                    node.replace_input_with(0, source)
                 continue
             group_size = attribute(node, "block_size")
             key = (activation, group_size)

@@ -18,6 +18,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+import torch
 from checkpoints import error_of
 from demo_model import DEMO, LIMITS
 from engine_steps import argmax, ids, with_logits
@@ -36,6 +37,7 @@ from lockstep.backends.openvino.quantized import compress
 from lockstep.cli.main import main
 from lockstep.config import load
 from lockstep.errors import CheckError, InputError
+from lockstep.onnx_tools import int8_rounding
 from lockstep.provenance import lock_update
 from lockstep.provenance.lock import Lock
 from lockstep.report import summary
@@ -44,6 +46,7 @@ from lockstep.stages import jobs
 from lockstep.targets import Results
 from lockstep.tolerances import Tolerances
 from lockstep.verify import compare
+from lockstep.verify.rounded import rounded_rows
 from lockstep.weights import Weights
 from lockstep.weights.groups import dequantize, integers_of, pack, scales_of
 from network import Recorder
@@ -181,12 +184,14 @@ def test_products_read_weights_in_their_own_type(opened, precision):
             assert read(node, "runtimePrecision") == PRODUCTS[precision]
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("group", [16, 32, 64, 128])
-def test_activations_of_a_product_have_16_bits(tmp_path, bits, group):
+@pytest.mark.parametrize(
+    "bits, group, out, is_rounded",
+    [*itertools.product((4, 8), (16, 32, 64, 128), (40,), (False,)), (8, 16, 40, True), (8, 16, 1, True)],
+)
+def test_activations_of_a_product_have_16_bits_or_are_rounded(tmp_path, bits, group, out, is_rounded):
+    """One output: as of the gate of Qwen2 MoE's shared expert."""
     random = np.random.default_rng(bits)
     columns = 384
-    out = 40
     rows = 5
     numbers = random.standard_normal((out * columns // group, group), np.float32)
     scales = scales_of(numbers, bits)
@@ -203,6 +208,11 @@ def test_activations_of_a_product_have_16_bits(tmp_path, bits, group):
         value[1 if name == "w.data" else 2] = name
     for value in graph.graph.input:
         value.name = {"w": "w.data", "s": "w.scales"}.get(value.name, value.name)
+    if is_rounded:
+        model = ir.from_proto(graph)
+        (node,) = model.graph
+        node.replace_input_with(0, int8_rounding.rounded(model.graph, node, node.inputs[0], columns, group))
+        graph = ir.to_proto(model)
     onnx.save(graph, tmp_path / "product.onnx")
     backend = get_backend(BACKEND)
     backend.build(tmp_path / "product.onnx", tmp_path / "product.ir.zip", backend.default_options())
@@ -220,7 +230,8 @@ def test_activations_of_a_product_have_16_bits(tmp_path, bits, group):
         return products
 
     actual = multiplied(hidden)
-    exact = hidden.astype(np.float64) @ dequantize(data, scales, group).astype(np.float64).T
+    multiplicand = rounded_rows(torch.from_numpy(hidden), group).numpy() if is_rounded else hidden
+    exact = multiplicand.astype(np.float64) @ dequantize(data, scales, group).astype(np.float64).T
     scale = np.abs(hidden).max(axis=1, keepdims=True) * np.sqrt(columns)
     # 16 bits of the largest of a group: 2**-16. Activations of int8 alone are off by 1e-2.
     assert (np.abs(actual - exact) / scale).max() < 1e-4
