@@ -25,6 +25,7 @@ from lockstep.verify.compare.noisy_run import is_clear
 from lockstep.verify.golden.check import GoldenCheck, check_engines
 from lockstep.verify.golden.reference import make_reference
 from lockstep.verify.golden.terms import GoldenTerms
+from lockstep.verify.routing.block import Routed
 from lockstep.verify.routing.choices import Choice, with_choices
 from some import some
 
@@ -194,6 +195,12 @@ def test_rows_whose_choice_is_by_less_than_the_bound_are_told():
     assert is_clear(Choice("two", 2, 3), scores, np.full(4, 0.01)).tolist() == [True, False, False, True]
     rows_of_scores = np.array([[0.5, -0.01, -0.5], [0.5, -0.002, 0.1], [-np.inf, 0.3, 0.001]], np.float32)
     assert is_clear(Choice("above a limit", 0, 3), rows_of_scores, np.full(3, 0.01)).tolist() == [True, False, False]
+
+
+def test_the_reference_may_route_otherwise_what_rounding_of_all_earlier_blocks_decides():
+    routed = Routed({}, {}, {}, np.array([False, False, True]), np.array([1.3, 3, 3]))
+    assert routed.may_differ(1).tolist() == [False, False, True]
+    assert routed.may_differ(4).tolist() == [True, False, True]
 
 
 def test_a_choice_can_be_forced_and_its_values_stay_the_scores():

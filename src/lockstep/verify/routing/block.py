@@ -6,6 +6,7 @@ outputs for them. Rows are independent: one call may compute a row several times
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,13 +35,22 @@ class Routed:
     """Rows of a block with the engine's choices forced.
 
     outputs: the graph's, float32. noisy: the same with 16-bit values rounded to bf16. chosen: {choice: bool [rows,
-    width]}. tied: rows with another choice that is as good, bool [rows].
+    width]}. tied: rows with another choice that is as good, bool [rows]. margins: of each row to its nearest other
+    choice, in units of what rounding in this block may decide.
     """
 
     outputs: Arrays
     noisy: Arrays
     chosen: dict[str, np.ndarray]
     tied: np.ndarray
+    margins: np.ndarray
+
+    def may_differ(self, blocks: int) -> np.ndarray:
+        """Return the rows that the reference may route otherwise, bool [rows]. blocks: those up to this one.
+
+        Its scores differ by the rounding of each of them, and of their weights.
+        """
+        return self.tied | (self.margins <= math.sqrt(blocks))
 
 
 class ChoosingBlock:
@@ -85,6 +95,7 @@ class ChoosingBlock:
             concatenate_rows([part.noisy for part in parts]),
             concatenate_rows([part.chosen for part in parts]),
             np.concatenate([part.tied for part in parts]),
+            np.concatenate([part.margins for part in parts]),
         )
 
     def _resolve(self, inputs: Arrays, weights: Arrays, engine_outputs: Arrays, tie_factor: float) -> Routed:
@@ -92,12 +103,14 @@ class ChoosingBlock:
         exact = self._run(self._exact, inputs, weights, {})
         chosen = {choice.name: choice.chosen(exact[choice.scores]) for choice in self.choices}
         noisy = self._run(self._rounded, inputs, weights, self._forces(chosen))
-        tied = np.zeros(self._rows(inputs), bool)
+        margins = np.full(self._rows(inputs), np.inf)
         # A cheap screen by one draw of roundings: only rows that it cannot clear are tried in several ways below.
         for choice in self.choices:
             error = np.sqrt(np.square(_error(exact, noisy, choice)).max(axis=1))
-            near = _SCREEN * tie_factor * np.maximum(error, np.sqrt(np.mean(np.square(error))))
-            tied |= choice.margins(exact[choice.scores]) <= near
+            decided = tie_factor * np.maximum(error, np.sqrt(np.mean(np.square(error))))
+            with np.errstate(divide="ignore", invalid="ignore"):  # where nothing is rounded, or scores are masked
+                margins = np.fmin(margins, choice.margins(exact[choice.scores]) / decided)
+        tied = margins <= _SCREEN
         rows = np.flatnonzero(tied)
         if len(rows):
             unresolved = self._take(inputs, rows)
@@ -106,9 +119,8 @@ class ChoosingBlock:
             for arrays, of_tied in ((exact, resolved.outputs), (noisy, resolved.noisy), (chosen, resolved.chosen)):
                 for name, array in of_tied.items():
                     arrays[name][rows] = array
-        return Routed(
-            {name: exact[name] for name in engine_outputs}, {name: noisy[name] for name in engine_outputs}, chosen, tied
-        )
+        outputs = {name: exact[name] for name in engine_outputs}
+        return Routed(outputs, {name: noisy[name] for name in engine_outputs}, chosen, tied, margins)
 
     def _resolve_ties(self, inputs: Arrays, weights: Arrays, engine_outputs: Arrays, tie_factor: float) -> Routed:
         """Try each row with all near-tied choices; keep those whose outputs are nearest to the engine's."""
@@ -139,6 +151,7 @@ class ChoosingBlock:
             {name: noisy[name] for name in engine_outputs},
             chosen,
             np.bincount(rows, minlength=count) > 1,
+            np.full(count, np.nan),
         )
 
     def _score_noise(self, inputs: Arrays, weights: Arrays) -> Arrays:

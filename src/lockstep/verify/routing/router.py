@@ -34,9 +34,9 @@ from lockstep.weights import Weights
 class RoutedRequest:
     """A request with the engines' choices of experts.
 
-    tied: number of (layer, token) pairs with a near-tie. first: the first position of such a token; None without one.
-    wrong: the error of a block; None without one. chosen: {block: (positions of its rows, their choices)}. logits:
-    [num_tokens, vocab_size] float32.
+    tied: number of (layer, token) pairs with a near-tie. first: the first position of a token that the reference may
+    route otherwise; None without one. wrong: the error of a block; None without one. chosen: {block: (positions of its
+    rows, their choices)}. logits: [num_tokens, vocab_size] float32.
     """
 
     tied: int = 0
@@ -46,7 +46,7 @@ class RoutedRequest:
     logits: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.float32))
 
     def is_untied(self, count: int) -> bool:
-        """Return whether there is no near-tie in the first `count` tokens: then their choices are the reference's."""
+        """Return whether the choices of the first `count` tokens are the reference's."""
         return self.first is None or count <= self.first
 
 
@@ -110,11 +110,12 @@ class Router:
             weights = self._graphs.weights_of(part.graph, part.slots)  # of one block at a time
             routed = self._blocks[part.graph].follow(rows.inputs, weights, rows.outputs, tie_factor)
             request.wrong = request.wrong or self._wrong(key, routed, rows.outputs)
-            if routed.tied.any():
-                first = int(rows.positions[routed.tied].min())
+            may_differ = routed.may_differ(key[1] + 1 + (key == self._exit))
+            if may_differ.any():
+                first = int(rows.positions[may_differ].min())
                 if request.is_untied(first):
                     request.first = first
-                request.tied += int(routed.tied.sum())
+            request.tied += int(routed.tied.sum())
             request.chosen[key] = rows.positions, routed.chosen
         return request
 
