@@ -106,17 +106,14 @@ STEP = 1e-3  # of a quantised weight's step: the float32 rounding error on top o
 class Tolerances:
     """The allowed errors in a precision, of engines of a backend or of graphs (`GRAPH`).
 
-    block: a fixed bound for a block, an attention or a layer, relative to the size of the values. logits: for a logit,
-    absolute. None: `noise` times the noise of the precision on this model, which is `rounding` times that of fp16
-    (`verify.noise`), or `engine` times that of fp16 for an engine and its graph. These two default to the tables'
+    One number may be off by `noise` times the noise of the precision on this model, which is `rounding` times that of
+    fp16 (`verify.noise`), or `engine` times that of fp16 for an engine and its graph. These two default to the tables'
     values, as fields, so that locks have them and show a change.
     """
 
     precision: str
     backend: str = GRAPH
     noise: float = NOISE
-    block: float | None = None
-    logits: float | None = None
     rounding: float = 0.0
     engine: tuple[float, float] = (0.0, 0.0)
 

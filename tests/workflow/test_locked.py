@@ -77,9 +77,7 @@ BEFORE = {
         rf"validate {MODEL}/fp32/3: the parameters of this check are not in the lock",
     ),
     "a tolerance": (
-        lambda demo: demo.edit_config(
-            lambda config: config.setdefault("tolerances", {}).update(fp32={"block": 1e9, "logits": 1e9})
-        ),
+        lambda demo: demo.edit_config(lambda config: config.setdefault("tolerances", {}).update(fp32={"noise": 1e9})),
         r"\w+ \S+: tolerance\S* differs: \S+ -> \d+00000000\.0; locked "
         r"by locks/demo-llama\.lock\.json: undo the change",
     ),

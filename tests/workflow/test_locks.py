@@ -105,11 +105,9 @@ EDITS = {
         r"tokenizer\.json changed: sha256 \w{12} -> \w{12}",
     ),
     "a tolerance": (
-        lambda demo: demo.edit_config(
-            lambda config: config.setdefault("tolerances", {}).update(fp32={"block": 0.09, "logits": 0.09})
-        ),
+        lambda demo: demo.edit_config(lambda config: config.setdefault("tolerances", {}).update(fp32={"noise": 9})),
         "golden",
-        r"option tolerance\.logits \S+ -> 0\.09",
+        r"option tolerance\.noise 6\.0 -> 9\.0",
     ),
     "a limit": (
         lambda demo: demo.edit_config(lambda config: config["limits"].update(max_seq_len=200)),

@@ -368,11 +368,10 @@ class Config(Section):
 
     def tolerance(self, model: str, precision: str, backend: str | None = None) -> PlainTolerances:
         """Return the tolerances of a model in a precision, its own or those of all. backend: None gives graphs'."""
-        overrides = getattr(self.models[model].tolerances, precision).model_dump(exclude_none=True)
-        settings = self.tolerances[precision].model_copy(update=overrides).model_dump()
+        noise = getattr(self.models[model].tolerances, precision).noise or self.tolerances[precision].noise
         if backend is None:
-            return PlainTolerances(precision, GRAPH, **settings)
-        tolerances = PlainTolerances(precision, self.backend_of(backend), **settings)
+            return PlainTolerances(precision, GRAPH, noise)
+        tolerances = PlainTolerances(precision, self.backend_of(backend), noise)
         if self.models[model].activations is not None and is_quantized(precision):
             return tolerances.in_bfloat16
         return tolerances

@@ -156,8 +156,6 @@ class OwnTolerance(Section):
     """Errors that pass for one model; a missing key is as for all models."""
 
     noise: Error | None = Field(default=None, description="Instead of that of all models, for this one.")
-    block: Error | None = Field(default=None, description="Instead of that of all models, for this one.")
-    logits: Error | None = Field(default=None, description="Instead of that of all models, for this one.")
 
 
 if TYPE_CHECKING:
@@ -341,22 +339,12 @@ class Limits(Section):
 
 
 class Tolerance(Section):
-    """The errors that pass. null: measured on the model."""
+    """The errors that pass."""
 
     noise: Error = Field(
         default=NOISE,
         description="How many times what the precision itself costs on the model's weights and tokens, which is "
         "measured, one number may be off; their rms a third as many times. A smaller one is stricter.",
-    )
-    block: Error | None = Field(
-        default=None,
-        description="A number instead of that: the largest error of a block, an attention or a layer against torch in "
-        "fp32 on the same weights, relative to the size of the values; and of an engine compared with its graph.",
-    )
-    logits: Error | None = Field(
-        default=None,
-        description="A number instead of that: the largest absolute error of the logits, of a whole forward and of "
-        "the golden check.",
     )
 
 

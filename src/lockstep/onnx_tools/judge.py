@@ -51,31 +51,22 @@ class Bound:
 
 
 def within(tolerances: Tolerances, noise: Spread, units: tuple[float, float] | None = None) -> Bound:
-    """Return the bound of an error whose cause is noise in fp16: the config's number, else a multiple of the noise.
+    """Return the bound of an error whose cause is noise in fp16: a multiple of the noise.
 
     units: of that noise, of the largest error and of the rms; by default those of the precision.
     """
     largest, rms = units or (tolerances.rounding, tolerances.rounding)
     cost = Spread(noise.largest * largest, noise.rms * rms)
-    if tolerances.block is not None:
-        return Bound(tolerances.block, noise=cost)
     floor = Spread(np.maximum(noise.largest, FLOOR) * largest, np.maximum(noise.rms, FLOOR_RMS) * rms)
     return Bound(tolerances.noise * floor.largest, RMS * tolerances.noise * floor.rms, cost)
 
 
-def beside_noise(
-    name: str, expected: np.ndarray, actual: np.ndarray, noise: Spread, tolerances: Tolerances
-) -> TensorError:
-    """Return the errors of an output and its bound: see `within`. The config's bound of logits is absolute.
-
-    expected: [rows, ...]. The rms of few rows depends on single roundings: more of it passes.
-    """
-    if name == "logits" and tolerances.logits is not None:
-        return measure(expected, actual, Bound(tolerances.logits, noise=noise * tolerances.rounding), 1.0)
+def beside_noise(tolerances: Tolerances, noise: Spread, num_rows: int) -> Bound:
+    """Return the bound of a graph's output, see `within`. The rms of few rows depends on single roundings."""
     bound = within(tolerances, noise)
-    if len(expected) < ENOUGH:
-        bound = replace(bound, rms=FEW_ROWS * bound.rms)
-    return measure(expected, actual, bound)
+    if num_rows < ENOUGH:
+        return replace(bound, rms=FEW_ROWS * bound.rms)
+    return bound
 
 
 def row_scale(expected: np.ndarray) -> np.ndarray:

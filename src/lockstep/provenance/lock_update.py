@@ -80,11 +80,10 @@ def updated_lock(results: Path, model: str, out: Path) -> LockUpdate:
 def is_looser(where: tuple[str, ...], before: Any, after: Any) -> bool:
     """Return whether a change of a check's parameter accepts results that were rejected before.
 
-    A larger bound is looser, and so is a fixed one instead of a measured one (None) or the reverse, which cannot be
-    compared. A smaller number of another kind (limits, lengths, tokens, seconds) is looser, but for a seed. A removed
-    prompt, expected text or entry is looser; a changed text or a new entry is not.
+    A larger bound is looser. A smaller number of another kind (limits, lengths, tokens, seconds) is looser, but for a
+    seed. A removed prompt, expected text or entry is looser; a changed text or a new entry is not.
     """
-    if before is ABSENT or (where[-1:] == ("seed",) and after is not ABSENT):
+    if before is ABSENT or before is None or (where[-1:] == ("seed",) and after is not ABSENT):
         return False
     if _is_number(before) and _is_number(after):
         if _BOUNDS in where:

@@ -7,7 +7,6 @@ that they would outweigh all others.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -58,20 +57,13 @@ class LogitBounds:
 
     @property
     def largest(self) -> float:
-        return self._allowed(self.cost)
+        return self.tolerances.noise * self.cost
 
     def cost_at(self, count: int) -> float:
         return self.tolerances.rounding * self.noise.at(count)
 
     def at(self, count: int) -> float:
-        return self._allowed(self.cost_at(count))
-
-    def _allowed(self, cost: float) -> float:
-        if self.tolerances.logits is not None:  # the user's bound
-            return self.tolerances.logits
-        return self.tolerances.noise * cost
+        return self.tolerances.noise * self.cost_at(count)
 
     def rms(self, counts: Iterable[int]) -> float:
-        if self.tolerances.logits is not None:  # the user's bound is of single logits
-            return math.inf
         return RMS * self.tolerances.noise * self.tolerances.rounding * self.noise.rms(counts)

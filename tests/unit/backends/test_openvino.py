@@ -108,7 +108,7 @@ def test_quantised_weights_say_what_dequantised_ones_say(opened, tmp_path, preci
 def test_engines_are_beside_their_graphs(opened, tmp_path, precision):
     results, name, engines = opened(precision)
     paths = results.assembly(name, precision), results.weights(name, precision), engines
-    compare.run(*paths, Tolerances("fp32", block=5e-4), LIMITS, tmp_path / "report.json")
+    compare.run(*paths, Tolerances(precision, "openvino"), LIMITS, tmp_path / "report.json")
     error = json.loads((tmp_path / "report.json").read_text())["relative_error"]
     assert 0 < error < {"fp32": 1e-5, "w4a16": 5e-4}[precision]
 

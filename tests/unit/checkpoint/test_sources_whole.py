@@ -36,7 +36,6 @@ from some import some
 SHAPE = {**FAMILIES["llama"].config, "eos_token_id": None, "bos_token_id": None}
 PROMPT = "San Francisco"
 NEW = 12
-TOLERANCE = Tolerances("fp32", block=1e-4, logits=1e-3)  # those of fp32 in the config
 
 
 def source(folder: Path, dtype: str = "float32", shard_bytes: int = 1 << 30) -> Path:
@@ -142,7 +141,7 @@ def test_tensors_that_the_model_does_not_know_are_ignored_and_listed(tmp_path, g
     results, actual = run(folder, graphs)
     assert actual == before
     names = (
-        results.weights("m", "fp32"), results.checkpoint("m"), "all", TOLERANCE, 64,
+        results.weights("m", "fp32"), results.checkpoint("m"), "all", Tolerances("fp32"), 64,
         results.validation("m", "fp32", "all"),
     )  # fmt: skip
     report = json.loads(validate.run(results.assembly("m", "fp32"), *names).read_text())

@@ -35,7 +35,7 @@ models:
           expected: {2: two, all: city}
 limits: {max_batch_size: 4, max_input_len: 128, max_seq_len: 256, max_num_tokens: 512}
 tolerances:
-  fp16: {block: 2.0e-2, logits: 5.0e-2}
+  fp16: {noise: 2.0e-2}
 """
 SMALLEST = {"models": {"m": {"source": "checkpoint", "golden": {"prompts": [{"text": "Hello"}]}}}}
 
@@ -56,13 +56,11 @@ def test_what_is_left_out_has_a_default():
     assert (model.layers, model.precisions, model.backends) == (("all",), ("fp32",), ("onnxruntime",))
     assert model.golden.max_new_tokens == 16
     assert config.limits.max_batch_size == 4
-    assert config.tolerances["fp16"].logits is None
 
 
 def test_a_tolerance_left_out_keeps_its_default_by_precision():
-    config = load({**SMALLEST, "tolerances": {"fp16": {"logits": 0.5}}})
-    assert (config.tolerances.fp16.logits, config.tolerances.fp16.block) == (0.5, None)
-    assert config.tolerances["fp32"].noise == 6
+    config = load({**SMALLEST, "tolerances": {"fp16": {"noise": 4}}})
+    assert (config.tolerances.fp16.noise, config.tolerances["fp32"].noise) == (4, 6)
     with pytest.raises(KeyError):
         config.tolerances["fp8"]
 
@@ -79,8 +77,8 @@ def test_a_file_and_its_mapping_give_the_same_config(tmp_path):
 
 @pytest.mark.parametrize("number", ["1e-4", "1E-4", "1.0e-4", "0.0001"])
 def test_a_number_with_an_exponent_needs_no_point(tmp_path, number):
-    (tmp_path / "config.yaml").write_text(FULL + f"  fp32: {{block: {number}}}\n")
-    assert load(tmp_path / "config.yaml").tolerances.fp32.block == 1e-4
+    (tmp_path / "config.yaml").write_text(FULL + f"  fp32: {{noise: {number}}}\n")
+    assert load(tmp_path / "config.yaml").tolerances.fp32.noise == 1e-4
 
 
 MISTAKES = [
@@ -132,9 +130,9 @@ MISTAKES = [
     ("max_input_len: 128", "max_input_len: 257", "limits.max_input_len: expected at most max_seq_len (256); found 257"),
     ("max_input_len: 128", "max_input_len: -1, max_output_len: 3, max_beam_width: 1",
      "limits.max_output_len: unknown key, did you mean max_input_len? allowed: ... (and 2 more)"),
-    ("block: 2.0e-2", "block: 0", "tolerances.fp16.block: expected more than 0; found 0"),
-    ("block: 2.0e-2", "block: .inf", "tolerances.fp16.block: expected a finite number; found inf"),
-    ("block: 2.0e-2", "block: '0.02'", "tolerances.fp16.block: expected a number; found '0.02'"),
+    ("noise: 2.0e-2", "noise: 0", "tolerances.fp16.noise: expected more than 0; found 0"),
+    ("noise: 2.0e-2", "noise: .inf", "tolerances.fp16.noise: expected a finite number; found inf"),
+    ("noise: 2.0e-2", "noise: '0.02'", "tolerances.fp16.noise: expected a number; found '0.02'"),
     ("  fp16: {", "  fp61: {", "tolerances.fp61: unknown key, did you mean fp16? allowed: "),
     ("demo-llama:", "demo/llama:", "models.demo/llama: expected a name of letters, digits, ... found 'demo/llama'"),
     ("demo-llama:", "7:", "models.7: expected text; found 7 (put it in quotes)"),
@@ -292,7 +290,7 @@ CONFIGS = st.fixed_dictionaries(
         "tolerances": st.fixed_dictionaries(
             {
                 "fp16": st.fixed_dictionaries(
-                    {"block": st.floats(min_value=0, exclude_min=True, allow_nan=False, allow_infinity=False)}
+                    {"noise": st.floats(min_value=0, exclude_min=True, allow_nan=False, allow_infinity=False)}
                 )
             }
         )
@@ -350,14 +348,16 @@ def test_tensorrt_computes_in_every_precision():
 
 
 def test_a_model_may_have_tolerances_of_its_own():
-    model = {**SMALLEST["models"]["m"], "tolerances": {"fp16": {"logits": 0.15}}}
-    config = load({"models": {"own": model, "m": SMALLEST["models"]["m"]}, "tolerances": {"fp16": {"block": 0.02}}})
-    assert config.tolerance("own", "fp16") == Tolerances("fp16", noise=6, block=0.02, logits=0.15)
-    assert config.tolerance("m", "fp16") == Tolerances("fp16", noise=6, block=0.02)
+    model = {**SMALLEST["models"]["m"], "tolerances": {"fp16": {"noise": 3}}}
+    config = load({"models": {"own": model, "m": SMALLEST["models"]["m"]}, "tolerances": {"fp16": {"noise": 4}}})
+    assert config.tolerance("own", "fp16") == Tolerances("fp16", noise=3)
+    assert config.tolerance("m", "fp16") == Tolerances("fp16", noise=4)
     assert config.tolerance("own", "fp32") == config.tolerance("m", "fp32") == Tolerances("fp32")
     assert load(config.dump()) == config
-    with pytest.raises(InputError, match=r"models.own.tolerances.fp16.logits: expected .* found 0"):
-        load({"models": {"own": {**model, "tolerances": {"fp16": {"logits": 0}}}}})
+    with pytest.raises(InputError, match=r"models.own.tolerances.fp16.noise: expected .* found 0"):
+        load({"models": {"own": {**model, "tolerances": {"fp16": {"noise": 0}}}}})
+    with pytest.raises(InputError, match=r"models.own.tolerances.fp16.logits: unknown key, allowed: noise$"):
+        load({"models": {"own": {**model, "tolerances": {"fp16": {"logits": 0.15}}}}})
 
 
 DEVICES = {

@@ -62,7 +62,7 @@ def test_the_example_in_the_readme_loads(tmp_path):
 MODEL = {"source": "a", "golden": {"prompts": [{"text": "a", "expected": {"all": "b"}}]}}
 MISTAKES = [
     {"limit": {}}, {"limits": {"max_batch": 4}}, {"limits": {"max_batch_size": "4"}}, {"limits": {"max_batch_size": 0}},
-    {"models": {"a/b": MODEL}}, {"models": {}}, {"tolerances": {"fp16": {"block": 0}}},
+    {"models": {"a/b": MODEL}}, {"models": {}}, {"tolerances": {"fp16": {"noise": 0}}},
 ]  # fmt: skip
 MISTAKES_IN_A_MODEL = [
     {"layers": [0]}, {"layers": ["some"]}, {"layers": [2, 2]}, {"layers": []}, {"precisions": ["fp8"]}, {"source": 4},

@@ -20,7 +20,7 @@ from some import some
 
 ADAPTERS = DEMO.parent / "demo-adapters"
 LIMITS = Limits(4, 128, 256, 512)
-TOLERANCES = Tolerances("fp32", block=1e-3, logits=1e-2)
+TOLERANCES = Tolerances("fp32")
 TARGET = Target("demo-llama", "fp32", 2, "onnxruntime")
 GOLDEN = lockstep.GoldenTerms(1, ("Light",))
 

@@ -346,7 +346,8 @@ def test_engines_of_a_backend_that_is_not_portable_have_a_place_for_each_device(
 
 @pytest.mark.parametrize("where, before, after, expected", [
     ("tolerance", 0.001, 0.0025, True), ("tolerance", 0.0025, 0.001, False), ("tolerance.noise", 6, 6.5, True),
-    ("tolerance.block", None, 0.1, True), ("tolerance.block", 0.1, None, True), ("tolerance.a", lock.ABSENT, 1, False),
+    ("tolerance.block", None, lock.ABSENT, False), ("tolerance.block", 0.1, lock.ABSENT, True),
+    ("tolerance.a", lock.ABSENT, 1, False),
     ("limits.max_batch_size", 4, 1, True), ("limits.max_batch_size", 4, 8, False), ("seconds", 30, 20, True),
     ("golden.max_new_tokens", 16, 4, True), ("golden.long_prompt", 240, 252, False), ("max_seq_len", 256, None, True),
     ("golden.prompts.003", "Dark", lock.ABSENT, True), ("golden.prompts.003", lock.ABSENT, "Dark", False),

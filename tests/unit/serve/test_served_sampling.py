@@ -29,6 +29,7 @@ from lockstep.runtime.model import Model
 from lockstep.runtime.tokenizer import Tokenizer, tokenizer_path
 from lockstep.targets import Results
 from lockstep.verify.golden.prompts import read_reference
+from lockstep.verify.noise import LogitNoise
 from lockstep.verify.sampled.forced import History
 from lockstep.verify.sampled.texts import Texts
 from lockstep.verify.served import sampling as check_sampling
@@ -146,7 +147,8 @@ def test_where_bits_depend_on_company_errors_of_logits_pass_and_mistakes_do_not(
     monkeypatch.setattr(check_sampling, "write_logits", off)
     monkeypatch.setattr(served.service, "first_frame", replace(served.service.ready, batch_invariant=False))
     bounds = served.prompts[0].bounds
-    bounds = replace(bounds, tolerances=replace(bounds.tolerances, logits=ERROR))
+    unit = bounds.tolerances.rounding
+    bounds = replace(bounds, noise=LogitNoise({0: (ERROR / unit / bounds.tolerances.noise, ERROR / unit)}))
     monkeypatch.setattr(served, "prompts", [replace(prompt, bounds=bounds) for prompt in served.prompts])
     if fault:
         test_a_planted_mistake_is_refused(fault, served)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ from lockstep.artifacts.reports import GoldenReport
 from lockstep.backends.engine_set import EngineSet
 from lockstep.errors import CheckError, InputError, LockstepError
 from lockstep.manifests.manifest_files import failed_path
+from lockstep.onnx_tools.judge import Bound
 from lockstep.onnx_tools.overflow import OVERFLOWS
 from lockstep.runtime import Advance, Model, ModelOptions
 from lockstep.targets import Target
@@ -55,16 +56,18 @@ def explain_failure(
     tolerance: Tolerances,
     target: str,
     request: Tokens,
+    logit_bound: float | None = None,
     seconds: float = SECONDS,
 ) -> str:
     """Return a sentence: the first engine that differs from its graph, or that none does; and what to run next.
 
-    target: its name, for the advice. request: the failing one. Stops between two stages when `seconds` are over. Raises
-    nothing: the caller has a failure to report.
+    target: its name, for the advice. request: the failing one. logit_bound: as of `engine_report`. Stops between two
+    stages when `seconds` are over. Raises nothing: the caller has a failure to report.
     """
     further = f"graph against PyTorch: lockstep bisect {target}"
     try:
-        report = engine_report(assembly_json, weights_json, engines_json, layers, tolerance, request, seconds)
+        files = assembly_json, weights_json, engines_json
+        report = engine_report(*files, layers, tolerance, request, logit_bound, seconds)
     except (LockstepError, OSError, MemoryError) as error:
         return f"bisect cannot run the engines with their graphs: {' '.join(str(error).split())}; {further}"
     if report.fault:
@@ -98,8 +101,9 @@ def explained(
     request = failing(reference_json, failed)
     if request is None:  # no prompt is wrong
         return error
-    bounds = replace(tolerance, logits=GoldenReport.load(failed).tolerance)
-    why = explain_failure(assembly_json, weights_json, engines_json, target.layers, bounds, str(target), request.tokens)
+    files = assembly_json, weights_json, engines_json
+    logit_bound = GoldenReport.load(failed).tolerance
+    why = explain_failure(*files, target.layers, tolerance, str(target), request.tokens, logit_bound)
     lines = [str(error), why]
     if why.startswith(OVERFLOWS):  # the model exceeds float16: that says more than the error of a logit
         lines.reverse()
@@ -113,13 +117,15 @@ def engine_report(
     layers: int | str,
     tolerance: Tolerances,
     request: Tokens,
+    logit_bound: float | None = None,
     seconds: float = math.inf,
     threads: int | None = None,
     inputs: Path | None = None,
 ) -> EngineReport:
     """Compare engines with their graphs along a request; where no engine is at fault, the runtime's logits too.
 
-    inputs: as of `engine_fault`.
+    logit_bound: the largest error of a logit that passes; None: where the request has no measured noise, it is
+    assumed. inputs: as of `engine_fault`.
     """
     deadline = time.monotonic() + seconds
     graphs = open_graphs(assembly_json, weights_json, layers, threads)
@@ -130,11 +136,13 @@ def engine_report(
     if fault is None and walk.logits is not None:
         options = ModelOptions(max_batch_size=1, max_seq_len=len(request.ids), threads=threads, low_memory=True)
         model = Model.open(engines_json, assembly_json, weights_json, layers, options)
-        rows += (_runtime_error(model, request, walk.logits, tolerance),)
+        if logit_bound is None:
+            logit_bound = tolerance.noise * tolerance.rounding * LOGITS * float(np.abs(walk.logits).max())
+        rows += (_runtime_error(model, request, walk.logits, logit_bound),)
     return EngineReport(rows, fault, walk.finished, walk.overflow)
 
 
-def _runtime_error(model: Model, request: Tokens, expected: np.ndarray, tolerance: Tolerances) -> MeasuredOutput:
+def _runtime_error(model: Model, request: Tokens, expected: np.ndarray, logit_bound: float) -> MeasuredOutput:
     """Run a request in steps, as the server does, and compare their logits. expected: after each token."""
     total = len(request.ids)
     chunk_size = model.max_num_tokens or total
@@ -143,17 +151,15 @@ def _runtime_error(model: Model, request: Tokens, expected: np.ndarray, toleranc
     spans = zip((0, *ends), ends)
     logits = np.concatenate([model.step([Advance(0, request.ids[start:end], start)]) for start, end in spans])
     positions = np.array(ends) - 1
-    return steps_error("runtime", "graph", expected[positions], logits, positions, tolerance)
+    return steps_error("runtime", "graph", expected[positions], logits, positions, logit_bound)
 
 
 def steps_error(
-    part: str, against: str, expected: np.ndarray, actual: np.ndarray, positions: np.ndarray, tolerance: Tolerances
+    part: str, against: str, expected: np.ndarray, actual: np.ndarray, positions: np.ndarray, logit_bound: float
 ) -> MeasuredOutput:
-    """Compare the logits after the tokens at `positions`."""
-    if tolerance.logits is None:  # no noise of this request: compare as an engine with its graph
-        noise = LOGITS * float(np.abs(expected).max())
-        tolerance = replace(tolerance, logits=tolerance.noise * tolerance.rounding * noise)
-    return measure(Stage(part, "", "", None, {}, {}, positions), "logits", against, expected, actual, tolerance)
+    """Compare the logits after the tokens at `positions`; errors are absolute."""
+    stage = Stage(part, "", "", None, {}, {}, positions)
+    return measure(stage, "logits", against, expected, actual, Bound(logit_bound), 1.0)
 
 
 def open_graphs(assembly_json: Path, weights_json: Path, layers: int | str, threads: int | None = None) -> Graphs:

@@ -17,7 +17,7 @@ from lockstep.backends.engine_set import EngineSet
 from lockstep.backends.graphs import base_engine
 from lockstep.errors import CheckError
 from lockstep.onnx_tools import judge
-from lockstep.onnx_tools.judge import Bound, relative_errors, spread, within
+from lockstep.onnx_tools.judge import Bound, beside_noise, relative_errors, spread
 from lockstep.step.executable import run_once
 from lockstep.tolerances import Tolerances
 from lockstep.verify.arrays import concatenate_rows
@@ -178,7 +178,8 @@ def _measure_stage(
     stage = run.stage
     rows = []
     for name, expected in run.expected.items():
-        rows.append(measure(stage, name, "pytorch", expected, run.outputs[name], tolerance, run.noisy.get(name)))
+        bound = beside_noise(tolerance, spread(expected, run.noisy[name]), len(expected))
+        rows.append(measure(stage, name, "pytorch", expected, run.outputs[name], bound))
     outputs = None
     if engines is not None:
         outputs = engines.run(stage, run.outputs)
@@ -191,7 +192,7 @@ def _measure_stage(
         tolerance = tolerance.of_attention
     for name, actual in outputs.items():
         bound = beside_graph(tolerance, noise[name])
-        rows.append(_judge(stage, name, "graph", run.outputs[name], actual, bound))
+        rows.append(measure(stage, name, "graph", run.outputs[name], actual, bound))
     return rows
 
 
@@ -201,32 +202,10 @@ def measure(
     against: str,
     expected: np.ndarray,
     actual: np.ndarray,
-    tolerance: Tolerances,
-    noisy: np.ndarray | None = None,
-) -> MeasuredOutput:
-    """Compare an output with its expected value.
-
-    Logits are compared absolutely where tolerance.logits is a number, all else relative to the size of the values, as
-    in `validate`. noisy: `expected` in fp16.
-    """
-    if tensor == "logits" and tolerance.logits is not None:
-        return _judge(stage, tensor, against, expected, actual, Bound(tolerance.logits), 1.0)
-    noise = judge.NOTHING
-    if noisy is not None:
-        noise = spread(expected, noisy)
-    return _judge(stage, tensor, against, expected, actual, within(tolerance, noise))
-
-
-def _judge(
-    stage: Stage,
-    tensor: str,
-    against: str,
-    expected: np.ndarray,
-    actual: np.ndarray,
     bound: Bound,
     scale: float | None = None,
 ) -> MeasuredOutput:
-    """Judge an output. Raises CheckError for one of another shape."""
+    """Compare an output with its expected value. Raises CheckError for one of another shape."""
     if expected.shape != actual.shape:
         raise CheckError(
             f"{stage.part} ({stage.graph}) of layer {stage.layer}: {tensor}: expected shape {list(expected.shape)}, "

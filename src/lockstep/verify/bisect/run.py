@@ -86,7 +86,7 @@ def bisect(
         )
     if torch_run is None:
         torch_run = run_torch(CheckpointManifest.load(checkpoint_json).config, graphs, ids)
-    tolerance = replace(tolerance, logits=_logit_bound(results, target, tolerance))
+    logit_bound = _logit_bound(results, target, tolerance)
     recorded = replace(request.tokens, record=torch_run.record, noisy=torch_run.noisy)
     walk = measure_walk(graphs, None, recorded, tolerance)
     notes = [f"chosen: {request.why}"]
@@ -98,7 +98,9 @@ def bisect(
     stages = walk.rows  # in the order in which they run
     if engines_json.is_file():
         files = assembly_json, weights_json, engines_json
-        engines = engine_report(*files, target.layers, tolerance, request.tokens, threads=threads, inputs=inputs)
+        engines = engine_report(
+            *files, target.layers, tolerance, request.tokens, logit_bound, threads=threads, inputs=inputs
+        )
         faults.append(engines.fault)
         rows = rows + engines.rows
         overflow = overflow or engines.overflow
@@ -108,8 +110,8 @@ def bisect(
     # The fault of the earlier stage is the answer; a stage has several rows, of which the first counts.
     order = {row.stage: number for number, row in reversed(list(enumerate(stages)))}
     ordered = sorted(filter(None, faults), key=lambda fault: order.get(fault.measured.stage, len(order)))
-    if request.number is not None:
-        rows += (_weights_error(results, target, request, torch_run.record.logits, tolerance),)
+    if request.number is not None and logit_bound is not None:
+        rows += (_weights_error(results, target, request, torch_run.record.logits, logit_bound),)
     line, look_at = verdict(ordered, rows, overflow, weights_json)
     return BisectReport(
         target=str(target),
@@ -129,8 +131,8 @@ def bisect(
 def _logit_bound(results: Results, target: Target, tolerance: Tolerances) -> float | None:
     """Return the largest error of a logit that passes in the golden check; None without a reference."""
     path = results.reference_of(target.model, target.precision, target.layers)
-    if tolerance.logits is not None or not path.is_file():
-        return tolerance.logits
+    if not path.is_file():
+        return None
     prompts, long, _ = read_reference(path, (), tolerance)
     if long is not None:
         prompts.append(long.prompt)
@@ -138,10 +140,10 @@ def _logit_bound(results: Results, target: Target, tolerance: Tolerances) -> flo
 
 
 def _weights_error(
-    results: Results, target: Target, request: Request, logits: np.ndarray, tolerance: Tolerances
+    results: Results, target: Target, request: Request, logits: np.ndarray, logit_bound: float
 ) -> MeasuredOutput:
     """Measure how far PyTorch on the target's weights is from the reference."""
     path = results.reference_of(target.model, target.precision, target.layers)
     reference = load_file(path.parent / ReferenceManifest.load(path).logits.file)[f"logits.{request.number}"]
     positions = request.tokens.num_prompt - 1 + np.arange(len(reference))
-    return steps_error("weights", "reference", reference, logits[positions], positions, tolerance)
+    return steps_error("weights", "reference", reference, logits[positions], positions, logit_bound)

@@ -160,7 +160,8 @@ def _measured(pieces: Pieces, tolerances: Tolerances, usual: Mapping[str, Spread
         if output == "attention":
             noise *= of_queries
         first_noise.setdefault(output, noise | usual.get(output, NOTHING))
-        errors[key] = beside_noise(key, exact, actual, noise | first_noise[output], tolerances)
+        bound = beside_noise(tolerances, noise | first_noise[output], len(exact))
+        errors[key] = measure(exact, actual, bound)
     return errors
 
 

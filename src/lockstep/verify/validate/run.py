@@ -257,8 +257,6 @@ class _Validation:
             runners.append(FunctionRunner("batchful", inputs, _uncut_logits(graphs, uncut)))
         runners.append(FunctionRunner("torch", inputs, expected))
         bound = self._tolerance.noise * noise
-        if self._tolerance.logits is not None:
-            bound = self._tolerance.logits
         self._results["forward"] = errors = compare(runners, feeds, bound, noise)
         for runner, error in errors.items():
             if not error.passed:
