@@ -25,6 +25,8 @@ from lockstep.progress import steps
 COMPANY = "answers that depend on company"
 _BURSTS = (1, 2, 5, 17, 65)  # requests at once; the first repeats answers alone
 MIN_POWER = 0.99  # power from which a hypothesis must be excluded
+# At 1 in 1,000: log(1,000) / -log(1 - share) is 66 and 342 where no answer speaks for the fault.
+_REQUESTS_TO_EXCLUDE = {SOME: 80, RARE: 400}
 _ANSWERS_BEFORE_POWER = 16  # answers after which the power of further ones is computed
 
 
@@ -39,14 +41,13 @@ class _Session:
         self.skipped: set[str] = set()  # kinds that the endpoint does not serve
         self.notes: dict[str, str] = {}
         self.power: dict[str, float] = {}
+        self.most_requests = 0  # of which each tells something new
 
     @property
     def testable(self) -> set[str]:
-        """Return the hypotheses that must be excluded: those that the requests can tell.
-
-        To exclude a fault in 1 of 50 answers, at 1 in 1,000, takes more than 300 requests.
-        """
-        return {name for name, chance in self.power.items() if chance >= MIN_POWER and name != RARE}
+        """Return the hypotheses that must be excluded: those that the requests can tell."""
+        beyond = {name for name, count in _REQUESTS_TO_EXCLUDE.items() if self.most_requests < count}
+        return {name for name, chance in self.power.items() if chance >= MIN_POWER} - beyond
 
     def ask(self, number: int) -> Reply | None:
         """Return the reply to a question; None where the endpoint does not serve its kind, or not so long a one."""
@@ -72,6 +73,8 @@ class _Session:
         """Ask question by question, until `reserve` requests remain."""
         answered = Answered(self.questions, self.tables)
         total = min(self.endpoint.remaining - reserve, len(self.questions))
+        self.most_requests = total
+        parts: set[int] | None = None
         pending = list(range(len(self.questions)))
         for _ in steps(range(len(pending)), "certify: endpoint", "questions"):
             number = pending.pop(0)
@@ -83,9 +86,11 @@ class _Session:
                 break
             if reply is None:
                 continue
-            if reply.prompt and total < len(self.questions):  # an answer to a long prompt tells those to its beginnings
+            if reply.prompt and parts is None:  # an answer to a long prompt tells those to its beginnings
+                parts = self._parts(pending)
+                self.most_requests = min(total, len(self.questions) - len(parts))
                 total = len(self.questions)
-                pending = self._longest_first(pending)
+                pending.sort(key=parts.__contains__)
             answered.add(number, reply)
             if len(answered.replies) == _ANSWERS_BEFORE_POWER:
                 answered.weigh()
@@ -101,11 +106,12 @@ class _Session:
         self.power.update(self._power(answered, len(answered.replies), [RARE]))
         return answered
 
-    def _longest_first(self, numbers: Sequence[int]) -> list[int]:
+    def _parts(self, numbers: Sequence[int]) -> set[int]:
+        """Return the questions that the answers to others tell."""
         parts: set[int] = set()
         for number in numbers:
             parts.update(beginnings(self.questions, number, len(self.questions[number].prompt_ids)))
-        return sorted(numbers, key=lambda number: number in parts)
+        return parts
 
     def _is_decided(self, answered: Answered) -> bool:
         if answered.evidence >= LIMIT:
