@@ -133,8 +133,10 @@ class Member:
 
     def at(self, questions: Sequence[int]) -> Member:
         rows = np.asarray(questions, int)
-        choices = None if self.choices is None else self.choices[rows]
-        return replace(self, means=self.means[rows], noise=self.noise[rows], choices=choices)
+        part = replace(self, means=self.means[rows], noise=self.noise[rows])
+        if self.choices is not None:
+            part = replace(part, choices=self.choices[rows])
+        return part
 
 
 class ErrorModel:
@@ -269,7 +271,10 @@ def by_hypothesis(members: Sequence[Member], sums: np.ndarray) -> dict[str, np.n
     likelihoods = {}
     for name in dict.fromkeys(names.tolist()):
         rows = sums[names == name]
-        likelihoods[name] = rows.max(axis=0) if name in (PUBLISHED, SOME, RARE) else _log_mean_exp(rows)
+        if name in (PUBLISHED, SOME, RARE):
+            likelihoods[name] = rows.max(axis=0)
+        else:
+            likelihoods[name] = _log_mean_exp(rows)
     return likelihoods
 
 
@@ -298,7 +303,9 @@ def _log_choice(member: Member, answers: Answers) -> np.ndarray:
         probability = np.exp(_log_softmax(choices / spread[:, None]))[rows, answers.chosen]
         if member.choices is None:
             probability = np.where(has_values, answers.is_largest, probability)
-    strange = _STRANGE_SHARE if member.hypothesis == OTHER else 0.0
+    strange = 0.0
+    if member.hypothesis == OTHER:
+        strange = _STRANGE_SHARE
     probability = np.where(answers.chosen == STRANGE, strange, (1 - strange) * probability)
     floor = np.where(has_values, _OWN_FLOOR, _FLOOR)
     return np.where(answers.chosen == UNKNOWN, 0.0, np.log(floor + (1 - floor) * probability))
