@@ -27,7 +27,9 @@ def check_access(request: Request, keys: Keys, loopback_host: str | None) -> Non
     host = request.headers.get("host", "")
     if origin is not None and origin.partition("://")[2] != host:
         raise BadRequest(f"origin: expected a page of {host[:80]!r}, found {origin[:80]!r}", status=403)
-    needs_key = request.url.path not in _WITHOUT_KEY
+    # The path that routes are found by: `request.url` is put together with the client's Host header.
+    path = request.scope["path"]
+    needs_key = path not in _WITHOUT_KEY
     # A browser leaves the origin out of a page's own GET, so each GET that tells anything may be a page's.
     may_be_page = origin is not None or (request.method in ("GET", "HEAD") and host and needs_key)
     server = request.scope.get("server")
@@ -41,15 +43,13 @@ def check_access(request: Request, keys: Keys, loopback_host: str | None) -> Non
     if not needs_key:
         return
     authorization = request.headers.get("authorization", "")
-    if not authorization and request.url.path.startswith("/v1/messages"):
+    if not authorization and path.startswith("/v1/messages"):
         key = request.headers.get("x-api-key")  # the header of Anthropic's clients
         if key:
             authorization = f"Bearer {key}"
     check_key(authorization, keys)
-    if OPENED_MODELS.get() and request.url.path in _OF_SERVER:
-        raise BadRequest(
-            f"authorization: expected a key of all models at {request.url.path}, found one of some", None, 403
-        )
+    if OPENED_MODELS.get() and path in _OF_SERVER:
+        raise BadRequest(f"authorization: expected a key of all models at {path}, found one of some", None, 403)
 
 
 def check_key(authorization: str, keys: Keys) -> None:

@@ -104,7 +104,7 @@ class _PathErrors:
 
     async def no_route(self, request: Request, error: Any) -> Response:
         note(request.scope)
-        message = f"{request.method} {request.url.path[:80]}: {error.detail}"
+        message = f"{request.method} {request.scope['path'][:80]}: {error.detail}"
         response = self._response(request, BadRequest(message, None, error.status_code))
         # A 405 lists the path's methods in Allow.
         response.headers.update(error.headers or {})
@@ -117,7 +117,7 @@ class _PathErrors:
 
     def _response(self, request: Request, error: StreamError) -> Response:
         for protocol in self._protocols:
-            if f"{request.url.path}/".startswith(f"{protocol.prefix}/"):
+            if f"{request.scope['path']}/".startswith(f"{protocol.prefix}/"):
                 return protocol.error_response(error)
         return error_response(error)
 

@@ -37,7 +37,10 @@ _UNSUPPORTED: Unsupported = {
     "include_stop_str_in_output": (None, False),
     "logits_processors": (None, []),
     "return_tokens_as_token_ids": (None, False),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_grammar", "guided_choice"), (None,)),  # vLLM's until 0.12
+    # vLLM's until 0.12
+    **dict.fromkeys(
+        ("guided_json", "guided_regex", "guided_grammar", "guided_choice", "guided_whitespace_pattern"), (None,)
+    ),
     "logprob_token_ids": (None,),
     "repetition_detection": (None,),
 }

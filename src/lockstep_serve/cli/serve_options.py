@@ -78,6 +78,11 @@ def _names(opened_models: Sequence[Opened], served_names: Sequence[str]) -> list
             raise InputError("--served-model-name: expected a name, found an empty one")
         if names.count(name) > 1:
             raise InputError(f"models: expected a name for each, found {name} twice; give --served-model-name for each")
+        if any(name.startswith(f"{other}:") for other in names):
+            raise InputError(
+                f"models: expected a name that is not of another one's adapter, found {name}; "
+                "give --served-model-name for each"
+            )
     return names
 
 

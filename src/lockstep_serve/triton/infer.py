@@ -14,7 +14,7 @@ from lockstep_serve.bodies import BadRequest
 from lockstep_serve.logprobs import finite
 from lockstep_serve.served_model import ServedModel
 from lockstep_serve.service import Service
-from lockstep_serve.stream import AnswerDelta, Stream, StreamError
+from lockstep_serve.stream import TENANT, AnswerDelta, Stream, StreamError
 from lockstep_serve.triton.inputs import Batch, InferRequest, Prompt, check_outputs, prompts_of
 from lockstep_serve.triton.models import MODELS, Model
 from lockstep_serve.triton.statistics import Statistics
@@ -61,7 +61,8 @@ class Triton:
         """fold_ids: take token ids modulo the vocabulary's size."""
         self.service = service
         self._fold_ids = fold_ids
-        self._running: dict[str, set[Generation]] = {}  # by the ids of their requests, which may be the same
+        # By the clients' keys and the ids of their requests, which may be the same.
+        self._running: dict[tuple[str, str], set[Generation]] = {}
         self.statistics = Statistics()
         self._ensembles = {name: replace(MODELS["ensemble"], name=name) for name in service.models}
 
@@ -73,7 +74,7 @@ class Triton:
     def served_model(self, request: InferRequest) -> ServedModel:
         """Return the model that computes a request: the first one that its key opens, or the one that it names."""
         name = request.model.name
-        return self.service.model(None if name in MODELS else name)
+        return self.service.model(name if name in self._ensembles else None)
 
     async def infer(self, request: InferRequest) -> Inference:
         """Accept a request. Raises BadRequest, and StreamError where the queue is full."""
@@ -103,7 +104,7 @@ class Triton:
             if not request.id:
                 raise BadRequest("id: expected that of the request to stop, found none", "id")
             # A copy: each removes itself.
-            for generation in list(self._running.get(request.id, ())):
+            for generation in list(self._running.get((TENANT.get(), request.id), ())):
                 generation.close()
             return Inference(id=request.id)
         lora = request.parameters.get("lora")
@@ -111,17 +112,17 @@ class Triton:
             await model.adapters.ensure_loaded(lora)
         prompts = await prompts_of(batch, model, self._fold_ids, lora)
         generation = Generation(self, request, model, batch, prompts)
-        self._running.setdefault(request.id, set()).add(generation)
+        self._running.setdefault(generation.key, set()).add(generation)
         return generation
 
     def ended(self, request: InferRequest, generation: Generation, stream: Stream) -> None:
         """Remove an ended generation and count it; later calls do nothing."""
-        generations = self._running.get(request.id, set())
+        generations = self._running.get(generation.key, set())
         if generation not in generations:
             return
         generations.discard(generation)
         if not generations:
-            del self._running[request.id]
+            del self._running[generation.key]
         name = request.model.name
         seconds = time.monotonic() - stream.began
         if any(choice.finish in (None, "abort") for choice in stream.choices) or stream.error:
@@ -169,6 +170,7 @@ class Generation(Inference):
     ):
         """Queue the prompts. Raises StreamError where the queue is full."""
         super().__init__(id=request.id)
+        self.key = (TENANT.get(), request.id)
         self._triton = triton
         self._request = request
         self._tokenizer = model.tokenizer

@@ -445,6 +445,10 @@ def test_a_bundle_is_served_with_its_weights_in_the_archive(demo: Results, tree:
         (("demo-llama/fp32/all", "--metrics-prefix", "a b"), "--metrics-prefix: expected letters"),
         (("demo-llama/fp32/all", "demo-llama/fp32/2"), "models: expected a name for each, found demo-llama twice"),
         (
+            ("demo-llama/fp32/all", "demo-llama/fp32/2", "--served-model-name", "a", "--served-model-name", "a:b"),
+            "models: expected a name that is not of another one's adapter, found a:b; give --served-model-name",
+        ),
+        (
             ("demo-llama/fp32/all", "demo-llama/fp32/2", "--served-model-name", "a", "--served-model-name", "b"),
             "expected the engines of demo-llama/fp32/all/onnxruntime, found another layers: 2, not all",
         ),
