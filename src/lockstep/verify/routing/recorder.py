@@ -14,7 +14,7 @@ from lockstep.step.advance import PackedTokens
 from lockstep.verify.arrays import concatenate_rows, take_rows
 
 Arrays = dict[str, np.ndarray]
-BlockKey = tuple[str, int]  # part ("block" or "exit") and layer
+BlockKey = tuple[str, int]  # part ("block" or "exit") and token mixer
 
 
 @dataclass

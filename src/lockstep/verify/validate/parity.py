@@ -157,8 +157,9 @@ def _measured(pieces: Pieces, tolerances: Tolerances, usual: Mapping[str, Spread
         output = key.rpartition(".")[2]
         if output == "key_out" and output in usual and has_8_bit_activations(tolerances.precision) and noise.rms > 0:
             of_queries = max(1.0, usual[output].rms / noise.rms)  # rounded as keys are: of the same activations
-        if output == "attention":
-            noise *= of_queries
+        if output == "attention" and of_queries > 1 and noise.rms > 0:
+            # Not beyond the keys' own: where no activation was rounded otherwise, the factor alone has no limit.
+            noise *= max(1.0, min(of_queries, usual["key_out"].rms / noise.rms))
         first_noise.setdefault(output, noise | usual.get(output, NOTHING))
         bound = beside_noise(tolerances, noise | first_noise[output], len(exact))
         errors[key] = measure(exact, actual, bound)
