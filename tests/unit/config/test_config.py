@@ -135,6 +135,7 @@ MISTAKES = [
     ("noise: 2.0e-2", "noise: '0.02'", "tolerances.fp16.noise: expected a number; found '0.02'"),
     ("  fp16: {", "  fp61: {", "tolerances.fp61: unknown key, did you mean fp16? allowed: "),
     ("demo-llama:", "demo/llama:", "models.demo/llama: expected a name of letters, digits, ... found 'demo/llama'"),
+    ("demo-llama:", ".hidden:", "models..hidden: expected a name of letters, digits, '.', '_' ... found '.hidden'"),
     ("demo-llama:", "7:", "models.7: expected text; found 7 (put it in quotes)"),
     ("demo-llama:", "config.json:", "models.config.json: expected another name, for ... found 'config.json'"),
     ("demo-llama:", "Report:", "models.Report: expected another name, for results/Report is ... found 'Report'"),

@@ -13,7 +13,7 @@ from engine_steps import CHUNK, argmax, ids, open_model, with_logits
 from lockstep.artifacts.weights import WeightsManifest
 from lockstep.checkpoint import resolve
 from lockstep.errors import InputError
-from lockstep.runtime import Advance, Engine, Model, ModelOptions, Request, Sampling, engine_core, scheduler
+from lockstep.runtime import Advance, Engine, Model, ModelOptions, Request, Sampling, Tokenizer, engine_core, scheduler
 from lockstep.runtime.grammar import Grammar
 from lockstep.runtime.prefix import root_key
 from lockstep.step.host import HostExecutor
@@ -180,6 +180,17 @@ def test_an_interrupted_request_goes_on_to_the_bit(model, num_sent):
         for output, expected in zip(outputs, full[num_sent:], strict=True):
             assert output.token == expected.token
             np.testing.assert_array_equal(output.logits, expected.logits)
+
+
+def test_an_interrupted_request_completes_no_bad_word(model):
+    tokenizer = Tokenizer(DEMO / "tokenizer.json")
+    *earlier, last = (tokenizer.encode(letter, special=False)[0].item() for letter in "true")
+    word = tokenizer.decode([*earlier, last]).strip()
+    for words in ((), (word,)):
+        sampling = Sampling(logit_bias={last: 1e6}, bad_words=words)
+        request = Request(ids(5), len(earlier) + 1, sampling=sampling, answer_ids=earlier)
+        (output,) = Engine(model).run([request])
+        assert (output.token == last) == (not words)
 
 
 def test_requests_that_are_swapped_out_come_back_with_the_same_bits(demo, monkeypatch):

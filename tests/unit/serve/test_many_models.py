@@ -31,6 +31,9 @@ from lockstep.targets import Results, Target
 from real_server import RealServer
 from some import some
 
+grpc = pytest.importorskip("grpc")
+from lockstep_serve.triton.grpc_messages import MESSAGES, SERVICE  # noqa: E402
+
 MODELS = ["demo-llama", "tuned", "other"]
 TARGETS = [f"{name}/fp32/all" for name in MODELS]
 PROMPTS = ["Once upon a time", "The pendulum", "San Francisco is a"]
@@ -100,6 +103,15 @@ def test_each_model_answers_as_alone_whatever_the_others_do(
     assert [line["model"] for line in logged if "/generate" in line["endpoint"]] == MODELS
 
 
+def grpc_models(server: RealServer, key: str) -> list[str]:
+    port = server.line.strip().rpartition(":")[2]
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        read = MESSAGES["RepositoryIndexResponse"].FromString
+        call = channel.unary_unary(f"/{SERVICE}/RepositoryIndex", response_deserializer=read)
+        models = call(b"", metadata=[("authorization", f"Bearer {key}")], timeout=60).models
+    return [model.name for model in models if model.name in MODELS]
+
+
 def check_keys(server: RealServer) -> None:
     """A key with names is one of a server with these models alone; nothing tells of others."""
     opened = {
@@ -112,6 +124,11 @@ def check_keys(server: RealServer) -> None:
         assert [card["id"] for card in server.get("/v1/models")["data"]] == names
         index = json.loads(server.request("POST", "/v2/repository/index", b"")[2])
         assert [entry["name"] for entry in index if entry["name"] in MODELS] == names
+        assert grpc_models(server, key) == names
+        generate = {"text_input": "a", "max_tokens": 1}
+        for name in MODELS[1:]:
+            status = server.request("POST", f"/v2/models/{name}/generate", generate)[0]
+            assert status == (200 if name in names else 404)
         for name in (*MODELS, None):
             body = {"model": name, "prompt": "a", "max_tokens": 1}
             status, _, data = server.request("POST", "/v1/completions", body)
@@ -146,7 +163,7 @@ def test_a_folder_of_bundles_is_served_after_the_targets(
     (tmp_path / "notes.txt").write_text("no bundle")
     keys = tmp_path / "keys"
     keys.write_text("all-models\nfirst-two demo-llama tuned\nlast-one other")
-    options = ("--models", tmp_path, "--max-loaded-models", 1, "--api-key-file", keys)
+    options = ("--models", tmp_path, "--max-loaded-models", 1, "--api-key-file", keys, "--grpc-port", 0)
     with RealServer(tree, *options, target=TARGETS[0]) as server:
         check_keys(server)
         server.headers = {"Authorization": "Bearer all-models"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import itertools
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 import lockstep
-from lockstep_serve.bodies import is_near
+from lockstep_serve.bodies import BadRequest, decode_body, is_near
 from lockstep_serve.openai import CompletionBody
 from lockstep_serve.openai_chat import ChatBody
 from real_server import RealServer
@@ -218,11 +219,16 @@ def test_who_names_a_request_finds_the_name_in_the_answers_id(
         ({**GOOD, "stop": ["a"] * 65}, 400, "stop", "at most 64 words and 4096 characters, found 65 and 65"),
         ({**GOOD, "bad_words": ["a"] * 100_000}, 400, "bad_words", "at most 64 words and 4096 characters"),
         ({**GOOD, "logit_bias": {"99999": 1}}, 400, "logit_bias", "token ids 0 to"),
+        ({**GOOD, "logit_bias": {"1" * 5000: 1}}, 400, "logit_bias", "token ids 0 to"),
+        ({**GOOD, "logit_bias": {"": 1}}, 400, "logit_bias", "token ids 0 to"),
         ({**GOOD, "logit_bias": {"5": 1, "05": 2}}, 400, "logit_bias", "each token once, found 5 also as '05'"),
         ({**GOOD, "max_token": 3}, 400, "max_token", "max_token: expected max_tokens, found another name"),
         ({**GOOD, "tempertaure": 1}, 400, "tempertaure", "expected temperature"),
         ({**GOOD, "stream_options": {"include_usages": True}}, 400, "stream_options.include_usages",
          "expected stream_options.include_usage"),
+        ({**GOOD, "stop_token_ids": [-1]}, 400, "stop_token_ids", "expected"),
+        ({**GOOD, "priority": 1 << 70}, 400, "priority", "expected"),
+        ({**GOOD, "cache_salt": "a" * 257}, 400, "cache_salt", "expected 0 to 256 characters"),
         ({**GOOD, "min_tokens": 3}, 400, "min_tokens", "expected"),
         ({**GOOD, "allowed_token_ids": [3]}, 400, "allowed_token_ids", "not supported"),
         ({**GOOD, "request_id": "a b"}, 400, "request_id", "1 to 128 visible ASCII characters"),
@@ -249,6 +255,25 @@ def test_a_bad_body_is_told_in_one_line(
     assert words in error["message"] and "\n" not in error["message"] and len(error["message"]) < 300
     assert error["type"] == "invalid_request_error" and headers["content-type"] == "application/json"
     assert server.complete("a", 2)["usage"]["completion_tokens"] == 2
+
+
+# Each is spelled out: an answer for which one was ignored would be misread.
+REFUSED = """
+    best_of suffix logits_processors logprob_token_ids repetition_detection prompt_logprobs use_beam_search
+    length_penalty truncate_prompt_tokens skip_special_tokens include_stop_str_in_output
+    guided_json guided_regex guided_grammar guided_choice
+""".split()
+REFUSED_IN_CHATS = "functions function_call audio documents chat_template".split()
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"), [(CompletionBody, REFUSED), (ChatBody, [*REFUSED, *REFUSED_IN_CHATS])], ids=["prompt", "chat"]
+)
+def test_what_would_change_an_answer_elsewhere_is_refused(kind: type, names: list[str]) -> None:
+    for name in names:
+        body = json.dumps({"prompt": "a", "messages": [], name: [3]}).encode()
+        with pytest.raises(BadRequest, match=f"^{name}: not supported by this server; leave it out$"):
+            asyncio.run(decode_body(body, kind))
 
 
 def test_null_is_as_if_left_out_and_the_unknown_is_ignored(server: RealServer) -> None:

@@ -149,33 +149,39 @@ def test_an_engine_that_is_killed_is_replaced_and_streams_go_on_to_the_same_text
     bodies: list[dict[str, Any]] = [
         {"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True},
         {"prompt": "The pendulum", "max_tokens": 120, "temperature": 1.0, "seed": 5, "n": 2, "ignore_eos": True},
-        {"prompt": [7, 8, 9], "max_tokens": 90, "frequency_penalty": 0.5, "ignore_eos": True, "logprobs": 2},
+        {"prompt": [7, 8, 9], "max_tokens": 90, "frequency_penalty": 0.5, "ignore_eos": True, "logprobs": 2,
+         "echo": True},
     ]  # fmt: skip
     with RealServer(tree) as server:
         full = [server.complete(**body)["choices"] for body in bodies]
         with contextlib.ExitStack() as stack:
             opened = [stack.enter_context(server.opened(**body)) for body in bodies]
             parts: list[dict[int, str]] = [{} for _ in bodies]
+            values: list[float | None] = []
             readers = [iter(events) for events in opened]
             for number, reader in enumerate(readers):
-                add(parts[number], next(reader))
+                add(parts[number], next(reader), values)
             killed = server.engine_pid
             os.kill(killed, signal.SIGKILL)
             for number, reader in enumerate(readers):
                 for event in reader:
-                    add(parts[number], event)
+                    add(parts[number], event, values)
             assert all(events.done for events in opened)
         for texts, choices in zip(parts, full, strict=True):
             assert texts == {choice["index"]: choice["text"] for choice in choices}
+        assert values == full[2][0]["logprobs"]["token_logprobs"], "of the prompt too, once"
         status = server.get("/status")
         assert status["restarts"] == 1 and server.engine_pid != killed
         server.wait_idle()
         assert f"engine process {killed} died" in server.stderr and PROMPT not in server.stderr
 
 
-def add(texts: dict[int, str], event: dict[str, Any]) -> None:
+def add(texts: dict[int, str], event: dict[str, Any], values: list[float | None] | None = None) -> None:
+    """Add a chunk's texts, and to `values` its log-probabilities."""
     for choice in event["choices"]:
         texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+        if values is not None and choice["logprobs"]:
+            values += choice["logprobs"]["token_logprobs"]
 
 
 @pytest.mark.long

@@ -328,12 +328,15 @@ def changed(name: str, **change: Any) -> list[dict[str, Any]]:
 BAD_INPUTS: list[tuple[list[dict[str, Any]], str]] = [
     (core([5, 6, 7], 4)[1:], "input_ids"),
     (changed("input_ids", datatype="INT64"), "input_ids"),
+    (changed("input_ids", datatype="FP8"), "input_ids"),
     (changed("input_ids", shape=[3]), "input_ids"),
     (changed("input_ids", shape=[1, 4]), "input_ids"),
     (changed("input_ids", shape=[0, 1 << 40], data=[]), "input_ids"),
     (changed("input_ids", shape=[3, 1]), "input_lengths"),
     (changed("input_ids", data=[5, 6, 1 << 20]), "input_ids"),
     (changed("input_ids", data=[5, 6, 7.5]), "input_ids"),
+    (changed("input_ids", data=[5, 6, None]), "input_ids"),
+    (changed("input_ids", data=[5, [6, True]]), "input_ids"),
     (changed("input_ids", parameters={"shared_memory_region": "a"}), "input_ids"),
     (changed("input_lengths", data=[4]), "input_lengths"),
     (core([5, 6, 7], 4, tensor("unheard_of", "INT32", [1, 1], [1])), "unheard_of"),
@@ -345,6 +348,7 @@ BAD_INPUTS: list[tuple[list[dict[str, Any]], str]] = [
         core([5], 4, tensor("stop_words_list", "INT32", [1, 2, 5000], [5] * 5000 + [5000] + [-1] * 4999)),
         "stop_words_list",
     ),
+    (core([5, 6, 7], 4, tensor("stop_words_list", "INT32", [1, 2, 1], [-7, 1])), "stop_words"),
     (core([5, 6, 7], 4, tensor("embedding_bias", "FP32", [1, 1 << 15], [1] * (1 << 15))), "bias"),
 ]
 
