@@ -58,6 +58,14 @@ def _counting_the_prompt(right: Any, self: logits_pipeline.Sampler, *arguments: 
         return right(self, *arguments)
 
 
+def _dividing_all(right: Any, self: logits_pipeline.Sampler, *arguments: Any) -> np.ndarray:
+    logits = right(self, *arguments)
+    previous = np.union1d(self.prompt_ids, list(self.counts)).astype(np.int64)
+    multiplied = previous[logits[previous] < 0]
+    logits[multiplied] /= self.sampling.repetition_penalty**2
+    return logits
+
+
 def _less_likely(right: Any, *arguments: Any) -> sampling.Logprobs:
     logprobs = right(*arguments)
     return sampling.Logprobs(logprobs.chosen - 0.1, tuple((token, value - 0.1) for token, value in logprobs.top))
@@ -89,6 +97,10 @@ IN_ENGINE: dict[str, Fault] = {
     "presence for frequency": _other_rules(
         lambda of: {"presence_penalty": of.frequency_penalty, "frequency_penalty": of.presence_penalty}
     ),
+    "presence counted each time": _other_rules(
+        lambda of: {"presence_penalty": 0.0, "frequency_penalty": of.frequency_penalty + of.presence_penalty}
+    ),
+    "repetition penalty divides negative logits": _patch(logits_pipeline.Sampler, "_adjust", _dividing_all),
     "penalties count the prompt": _patch(logits_pipeline.Sampler, "_adjust", _counting_the_prompt),
     "top-k one more": _patch(logits_pipeline, "candidates", lambda right, row, of: right(row, _top_k(of, 1))),
     "top-p before top-k": _patch(logits_pipeline, "candidates", lambda right, row, of: _top_p_first(right, row, of)),
@@ -169,8 +181,11 @@ def in_server() -> dict[str, Fault]:
             request.request = replace(request.request, sampling=requests[0].request.sampling)
         return requests
 
-    def without_ends(right: Any, body: Any, *arguments: Any) -> Any:
-        return right(structs.replace(body, ignore_eos=True), *arguments)
+    def with_eos(ignored: bool) -> Fault:
+        def requests(right: Any, body: Any, *arguments: Any) -> Any:
+            return right(structs.replace(body, ignore_eos=ignored), *arguments)
+
+        return _patch(openai, "prompt_requests", requests)
 
     def offsets(right: Any, self: Any, *arguments: Any) -> Any:
         part = right(self, *arguments)
@@ -187,6 +202,7 @@ def in_server() -> dict[str, Fault]:
 
     assert prompt_requests is openai.prompt_requests
     reasons = {**stream.FINISH_REASONS, "max_new_tokens": "stop"}
+    stops = {**stream.FINISH_REASONS, "stop_id": "length"}
     return {
         "pieces in capitals": _patch(tokenizer.TextStream, "push", lambda right, *arguments: right(*arguments).upper()),
         "the stop string stays": _patch(completion.StopFilter, "push", cut_stop),
@@ -194,8 +210,10 @@ def in_server() -> dict[str, Fault]:
         "echo loses the first entry": _patch(openai.CompletionFormat, "echo", echo),
         "streamed text loses letters": _patch(openai.CompletionFormat, "chunks", chunks),
         "every end is a stop": lambda: mock.patch.dict(stream.FINISH_REASONS, reasons),
+        "a stop id is a length": lambda: mock.patch.dict(stream.FINISH_REASONS, stops),
         "all prompts have one seed": _patch(openai, "prompt_requests", same_seed),
-        "end tokens end nothing": _patch(openai, "prompt_requests", without_ends),
+        "end tokens end nothing": with_eos(True),
+        "ignore_eos ignored": with_eos(False),
         "offsets one off": _patch(openai.LogprobsFormat, "part", offsets),
         "usage counts one more": _patch(openai_answers, "_counts", one_more),
         "log-probabilities of chats 0.1 off": _patch(openai_chat.ChatFormat, "_token_logprobs", chat_chunks),

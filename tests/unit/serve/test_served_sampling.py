@@ -108,6 +108,12 @@ def served(references: Results, tmp_path_factory: pytest.TempPathFactory) -> Ite
 def test_a_right_server_passes_and_each_parameter_decides_tokens(served: Served) -> None:
     checked, failures = served.judged([False, True])
     assert not failures
+    assert set(checked) == {
+        "temperature", "top_k", "top_p", "min_p", "top_k and top_p", "min_p and top_p", "repetition_penalty",
+        "repetition_penalty of negative logits", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens",
+        "end token", "ignore_eos", "stop", "stop, not reached", "bad_words", "structured output", "n", "logprobs",
+        "top_logprobs", "echo", "chat",
+    }  # fmt: skip
     undecided = {name for name, case in checked.items() if not case.decided}
     assert undecided == {"stop", "stop, not reached", "top_logprobs", "echo"}, "which change no token"
     assert all(case.answers >= 2 and case.tokens and not case.near for case in checked.values())

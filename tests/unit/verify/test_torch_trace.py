@@ -14,6 +14,7 @@ from lockstep.checkpoint import resolve
 from lockstep.errors import InputError
 from lockstep.export.random_model import make
 from lockstep.export.torch_model import cut_config, float32_tensor, is_within, load_folder, load_tensors
+from lockstep.verify.golden.teacher_forced import run_after
 from lockstep.verify.validate.torch_trace import HOOK, TorchModel
 from lockstep.weights import Weights, convert
 from some import some
@@ -80,6 +81,30 @@ def test_mapped_weights_compute_what_those_in_float32_do(tmp_path, family):
     assert np.array_equal(record.logits, other.logits) and np.array_equal(record.embedded, other.embedded)
     for layer, same in zip(record.layers, other.layers, strict=True):
         assert all(np.array_equal(*pair) for pair in zip(layer.arrays, same.arrays, strict=True))
+
+
+@pytest.mark.exports
+def test_positions_go_on_after_a_cache_where_a_class_counts_from_0(tmp_path):
+    """Bamba's does, for golden's reference and for the record after a synthetic cache."""
+    config = FAMILIES["bamba"].config
+    (tmp_path / "shape.json").write_text(json.dumps(config))
+    make(tmp_path / "shape.json", 0, tmp_path / "model")
+    checkpoint = resolve("model", tmp_path / "model", tmp_path / "checkpoint.json")
+    record = TorchModel(config, Weights.open(convert(checkpoint, "fp32", tmp_path / "weights.json")), "all")
+    golden = load_folder(tmp_path / "model", cut_config(config, "all"))
+    seen = []
+    for model in (record.model, golden):
+        model.get_decoder().rotary_emb.register_forward_hook(lambda module, args, output: seen.append(output[0][0]))
+    ids = IDS % config["vocab_size"]
+    head_dim = config["hidden_size"] // config["num_attention_heads"]
+    rows = np.ones((5, config["num_key_value_heads"], head_dim), np.float32)
+    layers = record.record(ids).layers
+    record.record(ids[5:], past=[None if layer.states else (rows, rows) for layer in layers])
+    with torch.no_grad():
+        _, cached = run_after(golden, ids[:5].tolist())
+        run_after(golden, ids[5:].tolist(), cached)
+    whole, recorded, _, after = (rows for rows in seen if len(rows) > 1)  # `embed` runs one token
+    assert torch.equal(after, whole[5:]) and torch.equal(recorded, whole[5:])
 
 
 def test_embedded_tokens_give_the_logits_of_their_ids(demo):
