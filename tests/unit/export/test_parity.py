@@ -12,10 +12,11 @@ from benchmarks import published
 from benchmarks.tiny import tiny_configs
 from families import FAMILIES
 from graph_faults import change_input, is_window, mask_dropped, rename, replace_constant
+from onnx import numpy_helper
 from transformers.models.llama import modeling_llama
 
 from lockstep.errors import InputError
-from lockstep.export.parity import check_parity, depths_to_try, make_small, measure, reference_model
+from lockstep.export.parity import Small, check_parity, depths_to_try, make_small, measure, reference_model
 from lockstep.export.run import assemble, export_config
 from lockstep.export.small_configs import small_configs
 from lockstep.export.tracer import meta_model
@@ -114,6 +115,60 @@ def test_a_fault_in_attention_is_caught(small, name, fault):
 def test_a_filled_cache_row_taken_for_an_empty_one_is_caught(small):
     for graph in (PREFILL, DECODE):
         assert measure(with_graph(small, graph, rename("Less", "LessOrEqual"))).error > 10 * EXPORT
+
+
+def forget_rows_from(row):
+    """What says which cache rows are filled says no from `row` on."""
+
+    def change(graph):
+        index, node = next(
+            (i, node)
+            for i, node in enumerate(graph.node)
+            if node.op_type == "Less" and any("range" in name for name in node.input)
+        )
+        rows = next(name for name in node.input if "range" in name)
+        source = node.output[0]
+        node.output[0] = "filled"
+        graph.initializer.append(numpy_helper.from_array(np.array(row), "row"))
+        graph.node.insert(index + 1, onnx.helper.make_node("And", ["filled", "kept"], [source]))
+        graph.node.insert(index + 1, onnx.helper.make_node("Less", [rows, "row"], ["kept"]))
+
+    return change
+
+
+@pytest.fixture(scope="module")
+def wide(assembled):
+    """A model with a window of 300 of all its positions: no prompt of the near walk gets there."""
+    config = {**CONFIG, "sliding_window": 300, "max_position_embeddings": 131072}
+    meta = meta_model(config, "fp32")
+    return make_small(config, meta, *assembled(meta, config, "fp32"), assembled)
+
+
+@pytest.mark.long
+def test_more_far_positions_than_near_requests_are_checked(shared):
+    """Llama 3.1's: both sides of the length that its RoPE was made for, and its last position, are three requests."""
+    rope = {
+        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    config = {**FAMILIES["llama"].config, "rope_parameters": rope, "max_position_embeddings": 131072}
+    actual = measure(Small(config, *shared.assembled(config, "fp32")))
+    assert actual.error < EXPORT / 4
+
+
+LATE_FAULTS = {
+    "rows forgotten from 999 on": forget_rows_from(999),
+    "a wide window off by 1": replace_constant(is_window(300), lambda array: array + 1),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("fault", LATE_FAULTS)
+def test_a_fault_that_begins_late_is_caught(wide, fault, phase):
+    assert measure(wide).error < EXPORT / 4
+    kinds = [kind for kind in wide.assembly.variants.values() if bool(kind.window) == ("window" in fault)]
+    assert measure(with_graph(wide, kinds[0].phases()[phase].file, LATE_FAULTS[fault])).error > 10 * EXPORT
 
 
 @pytest.fixture(scope="module")
