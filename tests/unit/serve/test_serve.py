@@ -261,7 +261,7 @@ def test_a_bad_body_is_told_in_one_line(
 REFUSED = """
     best_of suffix logits_processors logprob_token_ids repetition_detection prompt_logprobs use_beam_search
     length_penalty truncate_prompt_tokens skip_special_tokens include_stop_str_in_output
-    guided_json guided_regex guided_grammar guided_choice
+    guided_json guided_regex guided_grammar guided_choice guided_whitespace_pattern
 """.split()
 REFUSED_IN_CHATS = "functions function_call audio documents chat_template".split()
 
