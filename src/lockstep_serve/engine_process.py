@@ -34,7 +34,7 @@ from lockstep.runtime.engine import Engine
 from lockstep.runtime.grammar.compiler import Compiler
 from lockstep.runtime.model import Model, ModelOptions
 from lockstep.runtime.prefix import root_key
-from lockstep.runtime.request import Request
+from lockstep.runtime.request import Request, split_adapter
 from lockstep.runtime.speculative import Speculative, open_speculation
 from lockstep.runtime.step_sizes import compare_step_sizes
 from lockstep_serve.adapter_loader import AdapterLoader, ReadAdapter
@@ -127,9 +127,9 @@ def _open(
         manifests = {"": options.checkpoint, **{files.name: files.checkpoint for files in options.others}}
         loader = AdapterLoader(model.adapters, manifests, deliver)
         lost_adapters = loader.reload(options.loaded)
-        for name, adapter in model.adapters.loaded.items():
-            checkpoint_name, _, own_name = name.rpartition(":")
-            adapters.setdefault(checkpoint_name, {})[own_name] = adapter.sha256
+        for adapter in model.adapters.loaded.values():
+            checkpoint_name, name = split_adapter(adapter.name)
+            adapters.setdefault(checkpoint_name, {})[name] = adapter.sha256
     speculation = None
     if options.speculative is not None:
         speculation = open_speculation(model, Speculative(**options.speculative), options.threads)

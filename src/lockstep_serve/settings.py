@@ -21,10 +21,10 @@ class EngineOptions:
 
     engines, assembly, weights, adapters, checkpoint: paths of manifests; adapters: None without any, checkpoint: None
     where no adapter can be loaded later. layers: a layer count, or "all". limits: max_batch_size, max_seq_len,
-    max_num_tokens, max_input_len. loaded: each adapter that an earlier engine process had
-    loaded, and its SHA-256. threads: of the CPU. kv_bytes: of the KV cache, or a fraction below 1 of the free memory.
-    chunk_size, long_prefill_token_threshold: in tokens. grammar_seconds: of CPU time that a grammar may take to
-    compile. speculative: the fields of `Speculative`, None for no drafts. log_level: see `start_log`. others: further
+    max_num_tokens, max_input_len. loaded: each adapter that an earlier engine process had loaded, and its SHA-256.
+    threads: of the CPU. kv_bytes: of the KV cache, or a fraction below 1 of the free memory. chunk_size,
+    long_prefill_token_threshold: in tokens. grammar_seconds: of CPU time that a grammar may take to compile.
+    speculative: the fields of `Speculative`, None for no drafts. log_level: see `start_log`. others: further
     checkpoints, by the names of their models. max_bound: checkpoints that are in memory at a time. None elsewhere: the
     default.
     """

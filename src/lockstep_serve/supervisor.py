@@ -43,11 +43,11 @@ class Supervisor:
         service = self._service
         adapters = [model.adapters for model in service.models.values()]
         loaded = list(itertools.chain.from_iterable(entry.to_load() for entry in adapters))
-        others = service.engine_options.others
+        checkpoints = service.engine_options.others
         if service.first_frame is not None:  # a model whose files were damaged meanwhile must not stop the others
-            known = service.first_frame.others
-            others = [replace(files, weights_sha256=known[files.name][2]) for files in others]
-        options = replace(service.engine_options, loaded=loaded, others=others)
+            started = service.first_frame.others
+            checkpoints = [replace(files, weights_sha256=started[files.name][2]) for files in checkpoints]
+        options = replace(service.engine_options, loaded=loaded, others=checkpoints)
         process = self._first_process
         self._first_process = None
         link, service.first_frame = await EngineLink.start(options, service.limits.start, process)

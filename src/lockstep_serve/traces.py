@@ -20,6 +20,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 import lockstep
 from lockstep.errors import InputError
+from lockstep.runtime.request import adapter_of, split_adapter
 from lockstep_serve.ended_requests import EndedRequest
 from lockstep_serve.log import log
 
@@ -90,7 +91,8 @@ class Traces:
         request = ended.stream and ended.stream.prompts[0].request
         model = ended.model(self._model)
         if request and request.adapter:
-            model = f"{model}:{request.adapter.rpartition(':')[2]}"
+            _, adapter = split_adapter(request.adapter)
+            model = adapter_of(model, adapter)
         first_chunk_seconds = figures["ttft_seconds"] if ended.in_chunks else None
         return {
             "gen_ai.provider.name": "lockstep",

@@ -79,6 +79,12 @@ def adapter_of(checkpoint: str, name: str) -> str:
     return f"{checkpoint}:{name}" if checkpoint else name
 
 
+def split_adapter(adapter: str) -> tuple[str, str]:
+    """Return checkpoint and name of what `adapter_of` put together: a checkpoint's name may have colons in it."""
+    checkpoint, _, name = adapter.rpartition(":")
+    return checkpoint, name
+
+
 @dataclass(frozen=True)
 class Token:
     """One new token of choice `choice` of request number `request`.
