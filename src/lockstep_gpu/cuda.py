@@ -195,6 +195,12 @@ def pinned(shape: Sequence[int], dtype: DTypeLike) -> np.ndarray:
     return np.frombuffer(buffer, np.uint8, nbytes).view(dtype).reshape(shape)
 
 
+def lock_pages(memory: np.ndarray) -> bool:
+    """Page-lock host memory until the process ends; return whether the system allowed it."""
+    (error,) = runtime.cudaHostRegister(memory.ctypes.data, memory.nbytes, runtime.cudaHostRegisterDefault)
+    return bool(error == runtime.cudaError_t.cudaSuccess)
+
+
 def memory_used() -> int:
     """Return the device memory in use by all processes, in bytes."""
     free, total = check(runtime.cudaMemGetInfo())

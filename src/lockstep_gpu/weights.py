@@ -136,7 +136,7 @@ class PlacedTensor:
     name: str
     dtype: np.dtype
     cast: WeightCast | None
-    digest: str | None = None
+    digest: bytes | None = None
 
     @property
     def key(self) -> Hashable:
@@ -182,7 +182,12 @@ def replace_weights(stores: Sequence[DeviceWeights | None], weights_json: Path, 
                     copies += store.upload(entry, _checked(entry, weights, weights_json))
                 elif pooled[0] != entry.digest:
                     entry.digest = None
-                    stream.upload(entry.part(), pooled[1])
+                    part = entry.part()
+                    start = 0
+                    for piece in pooled[1]:
+                        end = start + piece.nbytes // part.dtype.itemsize
+                        stream.upload(part[start:end], piece)
+                        start = end
                     entry.digest = pooled[0]
             for copy in copies:
                 copy.result()
@@ -199,22 +204,23 @@ def preload(stores: Sequence[DeviceWeights | None], checkpoints: Sequence[Path])
     """Add the tensors of checkpoints to the pool of host memory while it has room; yield after some of them each."""
     pool = _host_pool()
     for number, weights_json in enumerate(checkpoints):
-        nbytes = 0
         try:
             weights = Weights.open(weights_json)
-            for entry in itertools.chain.from_iterable(store.current() for store in stores if store is not None):
-                values = entry.values(_checked(entry, weights, weights_json))
-                if not pool.add(weights_json, entry.key, values):
+            entries = [entry for store in stores if store is not None for entry in store.current()]
+            while entries:
+                tensors: dict[Hashable, np.ndarray] = {}
+                nbytes = 0
+                while entries and nbytes < _PRELOADED:
+                    entry = entries.pop()
+                    tensors[entry.key] = entry.values(_checked(entry, weights, weights_json))
+                    nbytes += tensors[entry.key].nbytes
+                if not pool.add(weights_json, tensors):
                     note(f"page-locked memory has room for {number} of {len(checkpoints)} models; others load longer")
                     return
-                nbytes += values.nbytes
-                if nbytes >= _PRELOADED:
-                    nbytes = 0
-                    yield
+                yield
             weights.drop_pages()
         except (LockstepError, OSError):
             pass  # its load raises it
-        yield
 
 
 def _host_pool() -> HostPool:

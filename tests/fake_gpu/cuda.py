@@ -29,6 +29,7 @@ def runtime(gpu: Gpu) -> ModuleType:
         cudaGetDevice=lambda: (ERRORS.cudaSuccess, gpu.device), cudaSetDevice=gpu.set_device,
         cudaDeviceCanAccessPeer=gpu.can_access, cudaDeviceEnablePeerAccess=gpu.enable_access, cudaMalloc=gpu.malloc,
         cudaFree=gpu.free, cudaMallocHost=gpu.malloc_host, cudaFreeHost=gpu.free_host,
+        cudaHostRegister=gpu.register_host, cudaHostRegisterDefault=0,
         cudaMemGetInfo=lambda: (ERRORS.cudaSuccess, gpu.unused, gpu.total), cudaMemset=gpu.memset,
         cudaMemset2DAsync=gpu.memset_rows, cudaMemcpy=gpu.copy_now, cudaMemcpyAsync=gpu.copy,
         cudaMemcpy2DAsync=gpu.copy_rows, cudaStreamCreate=gpu.create_blocking_stream,

@@ -158,6 +158,12 @@ class Gpu:
             self._host[ctypes.addressof(block)] = np.frombuffer(block, np.uint8), block
             return ERRORS.cudaSuccess, ctypes.addressof(block)
 
+    def register_host(self, address: int, nbytes: int, flags: int):
+        with self.lock:
+            block = (ctypes.c_char * nbytes).from_address(address)
+            self._host[address] = np.frombuffer(block, np.uint8), block
+            return (ERRORS.cudaSuccess,)
+
     def free_host(self, address: int):
         with self.lock:
             self._host.pop(address)

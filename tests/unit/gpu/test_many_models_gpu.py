@@ -110,7 +110,7 @@ def test_equal_tensors_are_in_host_memory_once_and_are_not_copied(
     model = open_model(results, tmp_path, "demo-llama", NAMES[:1], 1)
     assert len(list(model.checkpoints.preload())) == 2
     digests = set(pool._digests.values())
-    assert len(digests) < len(pool._digests) and set(pool._arrays) == digests  # embedding and head are equal
+    assert len(digests) < len(pool._digests) and set(pool._pieces) == digests  # embedding and head are equal
 
 
 @pytest.mark.parametrize("share", [0.0, 0.6, 2.0])
@@ -130,7 +130,7 @@ def test_weights_come_from_the_pool_and_from_files(
         assert answers(model, NAMES[:2]) == alone
         assert all(part is None for part in model.checkpoints.preload())
     assert answers(model, NAMES[:2]) == alone
-    nbytes = sum(array.nbytes for array in pool._arrays.values())
+    nbytes = sum(piece.nbytes for pieces in pool._pieces.values() for piece in pieces)
     assert nbytes <= share * size and bool(nbytes) == bool(share)
 
 
