@@ -157,8 +157,9 @@ def test_workflows_for_ci_name_files_and_commands_that_are_there() -> None:
     steps = []
     for path in (REPOSITORY / "examples" / "ci").glob("*.yml"):
         for job in yaml.safe_load(path.read_text())["jobs"].values():
-            steps += [shlex.split(step["run"]) for step in job["steps"] if "run" in step]
-    for program, *words in steps:
+            steps += [step["run"] for step in job["steps"] if "run" in step]
+    for step in steps:
+        program, *words = [word for word in shlex.split(step) if not word.startswith("LOCKSTEP_CACHE=")]
         assert program in ("make", ".venv/bin/python", ".venv/bin/snakemake", ".venv/bin/lockstep")
         assert program != ".venv/bin/lockstep" or words[0] in lockstep.commands
         files = [word for word in words if "/" in word and not word.startswith("gpu/")]  # which the run makes
