@@ -41,6 +41,10 @@ CHANGES = {
     "a layer count": (
         lambda config: config["models"][MODEL]["layers"].append(3), Counter(reference=1, validate=1, golden=1, served=1)
     ),
+    "a precision": (
+        lambda config: config["models"][MODEL].update(precisions=["fp32", "fp16"]),
+        CHECKS + Counter(["convert", "export", "build", "compare"]),
+    ),
     "a model": (
         add_a_model,
         Counter(["resolve", "architecture", "convert", "export", "build", "compare"])

@@ -16,6 +16,7 @@ from lockstep.config.backends import backends
 from lockstep.config.load import load, load_merged
 from lockstep.config.schema import Config
 from lockstep.errors import InputError
+from lockstep.stages import params
 from lockstep.targets import Artefact, Results, Target
 from lockstep.tolerances import Tolerances
 
@@ -341,6 +342,19 @@ def test_a_build_is_given_its_backends_settings_and_the_limits_that_its_engines_
         "workspace_mb": 4096, "optimization_level": 4, "tactic_sources": None, "tactics": "record",
         "attention": "fused", "max_batch_size": 7, "max_num_tokens": 512, "max_seq_len": 256,
     }  # fmt: skip
+
+
+def test_another_setting_of_tactics_is_a_parameter_of_tensorrts_builds_alone():
+    """So Snakemake runs these jobs again, and those that read their engines."""
+    model = {**SMALLEST["models"]["m"], "precisions": ["fp32", "fp16"], "backends": ["onnxruntime", "tensorrt"]}
+    before, after = (load({"models": {"m": model}, "backends": {"tensorrt": {"tactics": tactics}}})
+                     for tactics in ("free", "record"))  # fmt: skip
+    differing = set()
+    for name in params.names():
+        _, values = params.table(name, before, before.targets())
+        _, others = params.table(name, after, after.targets())
+        differing |= {(name, place) for place in values if values[place] != others[place]}
+    assert differing == {("config", ""), ("options", "tensorrt")}
 
 
 def test_tensorrt_computes_in_every_precision():
