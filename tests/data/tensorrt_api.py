@@ -1,4 +1,4 @@
-"""Lists the Python API of TensorRT versions: which class, method and enum member is in which, and what each takes.
+"""Lists what the backend names of TensorRT's Python API: which versions have it, and how many arguments it takes.
 
     python tests/data/tensorrt_api.py FOLDER    fetches the wheels into FOLDER, writes tensorrt_api.txt next to this
 
@@ -16,12 +16,17 @@ import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from lockstep_gpu.backends.tensorrt import compat
+
 LISTING = Path(__file__).with_suffix(".txt")
 WHEELS = "LOCKSTEP_TENSORRT_WHEELS"
 _PACKAGES = {
-    "tensorrt-cu12-bindings": ("10.6.0", "10.7.0", "10.8.0.43"),
+    "tensorrt-cu12-bindings": ("10.3.0", "10.6.0", "10.7.0", "10.8.0.43"),
     "tensorrt-cu13-bindings": ("10.15.1.29", "10.16.1.11", "11.0.0.114", "11.2.1.2", "11.4.0.106"),
 }
+_WORDS = set(re.findall(r"\w+", Path(compat.__file__).read_text()))
+# Some that no line may use, for the test of the test.
+_OTHERS = ("BuilderFlag.FP16",)
 _NAMES = """
 import importlib.util, sys
 spec = importlib.util.spec_from_file_location("tensorrt.tensorrt", sys.argv[1])
@@ -74,7 +79,12 @@ def names(wheel: Path) -> set[str]:
             env={"LD_LIBRARY_PATH": folder},
         )  # fmt: skip
         members = (ast.literal_eval(line) for line in listed.stdout.splitlines())
-        return {name + counts(name, text) for name, text in members}
+        return {name + counts(name, text) for name, text in members if is_named(name)}
+
+
+def is_named(name: str) -> bool:
+    """Return whether the backend has each word of `Class` or `Class.member`."""
+    return name in _OTHERS or name[0].isupper() and _WORDS.issuperset(name.split("."))
 
 
 def listing(wheels: Iterable[Path]) -> str:

@@ -12,6 +12,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -32,65 +33,28 @@ for marks, line in LINES[1:]:
 MEMBERS = {name.partition(".")[2] for name in IN_VERSIONS if "." in name}
 
 
-def guard_of(test: ast.expr) -> tuple[str, bool] | None:
-    """(method, True) of `self.has_...()`; (method, False) of `not` that."""
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        inner = guard_of(test.operand)
-        return inner and (inner[0], not inner[1])
-    is_has = isinstance(test, ast.Call) and ast.unparse(test.func).startswith("self.has_")
-    return (ast.unparse(test.func).removeprefix("self."), True) if is_has else None
-
-
-def versions_with(method: str) -> frozenset:
-    assert method == "has_editable_cache"
-    return frozenset(version for version in VERSIONS if version >= compat.EDITABLE_CACHE)
+# What only versions with editable timing caches have, and only `has_editable_cache` reaches.
+OF_EDITABLE_CACHES = {
+    "BuilderFlag.EDITABLE_TIMING_CACHE", "ITimingCache.query", "ITimingCache.queryKeys", "TimingCacheValue.tacticHash",
+}  # fmt: skip
 
 
 class Uses(ast.NodeVisitor):
-    """Every `Class.member` of TensorRT that a module names, with the versions in which that line runs, and the number
-    of arguments of each call; what cannot be told is in `unknown`."""
+    """Every `Class.member` of TensorRT that a module names, and the number of arguments of each call; what cannot be
+    told is in `unknown`."""
 
     def __init__(self) -> None:
-        self.found: list[tuple[str, frozenset, int]] = []
-        self.calls: list[tuple[str, frozenset, int, int | None]] = []
+        self.found: list[tuple[str, int]] = []
+        self.calls: list[tuple[str, int, int | None]] = []
         self.unknown: list[tuple[str, int]] = []
         self.types: dict[str, str] = {}
-        self.versions = frozenset(VERSIONS)
-
-    def under(self, test: ast.expr, holds: bool, nodes: list) -> None:
-        guard = guard_of(test)
-        before = self.versions
-        if guard and (holds or not isinstance(test, ast.BoolOp)):
-            inside = versions_with(guard[0])
-            self.versions = before & (inside if guard[1] == holds else frozenset(VERSIONS) - inside)
-        for node in nodes:
-            self.visit(node)
-        self.versions = before
-
-    def visit_If(self, node: ast.If) -> None:
-        self.visit(node.test)
-        self.under(node.test, True, node.body)
-        self.under(node.test, False, node.orelse)
-
-    def visit_IfExp(self, node: ast.IfExp) -> None:
-        self.visit(node.test)
-        self.under(node.test, True, [node.body])
-        self.under(node.test, False, [node.orelse])
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         outer_types = dict(self.types)
-        versions = self.versions
         for argument in node.args.args:
             self.declare(argument.arg, argument.annotation)
-        for statement in node.body:
-            self.visit(statement)
-            leaves = isinstance(statement, ast.If) and isinstance(statement.body[-1], (ast.Return, ast.Raise))
-            guard = guard_of(statement.test) if leaves else None
-            if guard:  # the rest of the function runs where the test does not hold
-                inside = versions_with(guard[0])
-                self.versions &= frozenset(VERSIONS) - inside if guard[1] else inside
+        self.generic_visit(node)
         self.types = outer_types
-        self.versions = versions
 
     def declare(self, name: str, annotation: ast.expr | None) -> None:
         text = ast.unparse(annotation).removesuffix(" | None") if annotation else ""
@@ -115,7 +79,7 @@ class Uses(ast.NodeVisitor):
     def visit_Call(self, node: ast.Call) -> None:
         if (name := self.member(node.func)) and "__" not in name:
             plain = not node.keywords and not any(isinstance(argument, ast.Starred) for argument in node.args)
-            self.calls.append((name, self.versions, node.lineno, len(node.args) if plain else None))
+            self.calls.append((name, node.lineno, len(node.args) if plain else None))
         self.generic_visit(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
@@ -123,7 +87,7 @@ class Uses(ast.NodeVisitor):
         root = text.partition(".")[0]
         if (name := self.member(node)) is not None:
             if "__" not in name:
-                self.found.append((name, self.versions, node.lineno))
+                self.found.append((name, node.lineno))
             if "." in name and root in ("self", "trt"):
                 return
         elif node.attr in MEMBERS and not (root in ("self", "log", "error", "re", "np") or self.types.get(root)):
@@ -138,16 +102,20 @@ def uses_of(source: str) -> Uses:
 
 
 def missing(uses: Uses) -> list[str]:
-    lines = [
-        f"line {line}: {name} is not in {sorted(versions - IN_VERSIONS.get(name, frozenset()))}"
-        for name, versions, line in uses.found
-        if versions - IN_VERSIONS.get(name, frozenset())
-    ]
-    for name, versions, line, count in uses.calls:
-        unsupported = [version for version in sorted(versions) if count not in COUNTS.get((name, version), ())]
-        if unsupported:
-            lines.append(f"line {line}: {name} does not take {count} arguments in {unsupported}")
+    lines = []
+    for name, line in uses.found:
+        if lacking := sorted(versions_of(name).difference(IN_VERSIONS.get(name, ()))):
+            lines.append(f"line {line}: {name} is not in {lacking}")
+    for name, line, count in uses.calls:
+        lacking = [version for version in sorted(versions_of(name)) if count not in COUNTS.get((name, version), ())]
+        if lacking:
+            lines.append(f"line {line}: {name} does not take {count} arguments in {lacking}")
     return lines
+
+
+def versions_of(name: str) -> set[tuple[int, ...]]:
+    """Return the versions in which lines with this name run."""
+    return {version for version in VERSIONS if name not in OF_EDITABLE_CACHES or version >= compat.EDITABLE_CACHE}
 
 
 def test_every_attribute_and_call_is_in_every_version_in_which_its_line_runs():
@@ -183,19 +151,31 @@ def test_the_module_for_annotations_is_used_in_annotations_only():
     ("config.set_flag(self.api.BuilderFlag.FP16)", "line 1: BuilderFlag.FP16 is not in [(11, 0), (11, 2), (11, 4)]"),
     ("def f(engine: trt.ICudaEngine):\n    engine.device_memory_size",
         "line 2: ICudaEngine.device_memory_size is not in [(11, 0), (11, 2), (11, 4)]"),
-    ("def f(cache: trt.ITimingCache):\n    return 1 if self.has_editable_cache() else cache.query",
-        "line 2: ITimingCache.query is not in [(10, 6), (10, 7)]"),
     ("trt.Builder.biuld", "line 1: Builder.biuld is not in"),
     ("def f(config: trt.IBuilderConfig):\n    config.set_flag()", "line 2: IBuilderConfig.set_flag does not take 0"),
-    ("self.api.OnnxParser(network, logger=logger)", "line 1: OnnxParser does not take None arguments in [(10, 6)"),
+    ("self.api.OnnxParser(network, logger=logger)", "line 1: OnnxParser does not take None arguments in [(10, 3)"),
 ])  # fmt: skip
 def test_what_a_version_lacks_is_found(source, problem):
     assert [line for line in missing(uses_of(source)) if line.startswith(problem)]
 
 
-def test_a_use_under_its_feature_is_right_and_an_object_without_a_class_is_found():
-    source = "def f(cache: trt.ITimingCache):\n    if not self.has_editable_cache():\n        return\n    cache.query"
-    assert not missing(uses_of(source)) and uses_of("thing.num_layers").unknown == [("thing.num_layers", 1)]
+def test_an_object_without_a_class_is_found():
+    assert uses_of("thing.num_io_tensors").unknown == [("thing.num_io_tensors", 1)]
+
+
+def test_entries_of_a_timing_cache_are_asked_for_where_they_can_be_read():
+    for version, flags in (("10.7.0", ["miss"]), ("10.8.0", ["editable", "miss"])):
+        library = compat.Library()
+        flag = SimpleNamespace(EDITABLE_TIMING_CACHE="editable", ERROR_ON_TIMING_CACHE_MISS="miss")
+        library.api = SimpleNamespace(__version__=version, BuilderFlag=flag)
+        cache = SimpleNamespace(queryKeys=lambda: ["key"], query=lambda key: SimpleNamespace(tacticHash=18))
+        found = []
+        config = SimpleNamespace(
+            set_flag=found.append, get_timing_cache=lambda cache=cache: cache, set_timing_cache=lambda *_: True
+        )
+        assert library.use_timing_cache(config, cache, True) and found == flags
+        expected = {"key": "0x0000000000000012"} if "editable" in flags else {}
+        assert library.cached_tactics(config) == expected
 
 
 @pytest.mark.parametrize(
@@ -213,19 +193,6 @@ def test_no_other_module_calls_a_method_of_tensorrt(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in methods:
             assert ast.unparse(node.func.value) in ours, ast.unparse(node)
-
-
-def test_graphs_have_what_they_need_in_every_version():
-    """Types that the graph states, int4 and int8 weights as inputs, DequantizeLinear."""
-    for name in (
-        "DataType.BF16",
-        "DataType.INT4",
-        "DataType.INT8",
-        "INetworkDefinition.add_dequantize",
-        "LayerType.DEQUANTIZE",
-        "NetworkDefinitionCreationFlag.STRONGLY_TYPED",
-    ):
-        assert IN_VERSIONS[name] == frozenset(VERSIONS), name
 
 
 def test_without_tensorrt_the_backend_says_so_in_one_line():
