@@ -565,6 +565,8 @@ def test_another_tactic_fails_with_its_layer_and_both(recorded, layers, message)
 def test_another_tactic_in_the_cache_fails(recorded):
     with pytest.raises(CheckError, match="m: timing cache, key: expected tactic 0x01 as recorded, found 0x02"):
         Tactics("verified", recorded, MADE_BY).take_cache(b"", {"key": "0x02"}, "m")
+    with pytest.raises(CheckError, match="m: timing cache: expected the recorded bytes after the build, found others"):
+        Tactics("verified", recorded, MADE_BY).take_cache(b"cache with more", {}, "m")  # its entries cannot be read
     with pytest.raises(CheckError, match="m: timing cache, new: expected tactic none as recorded, found 0x02"):
         Tactics("verified", recorded, MADE_BY).take_cache(b"", {"key": "0x01", "new": "0x02"}, "m")
 
