@@ -76,8 +76,7 @@ def of_last_run(tree: Results) -> str:
 def made_target(config: Config, tree: Results, name: str) -> Target:
     """Return the target of this name, as `Config.parse_target`.
 
-    Raises InputError where its engines are not there since the config skips them on this machine, and for a model of an
-    earlier run.
+    Raises InputError where its engines are not built on this machine, and for a model of an earlier run.
     """
     model = name.partition("/")[0]
     if model not in config.models and tree.checkpoint(model).is_file():
@@ -89,8 +88,8 @@ def made_target(config: Config, tree: Results, name: str) -> Target:
     engines = tree.engines(target.model, target.precision, target.backend)
     if not engines.is_file() and (reason := config.why_not_built(target)):
         raise InputError(
-            f"{engines}: expected the engines of {target}, found none: the config skips them here "
-            f"(skip_missing_precisions), because it {reason}; choose another target, or a machine that has them"
+            f"{engines}: expected the engines of {target}, found none: they are not built here, because it {reason}; "
+            "choose another target, or a machine that has them"
         )
     return target
 

@@ -348,7 +348,7 @@ def test_what_needs_engines_that_the_config_skips_here_says_why(command, monkeyp
     assert ended.value.code == 2 and not output.out
     assert output.err == (
         "lockstep: error: results/m/bf16/engines/openvino/engines.json: expected the engines of m/bf16/all/openvino, "
-        "found none: the config skips them here (skip_missing_precisions), because it needs bf16 in the CPU "
+        "found none: they are not built here, because it needs bf16 in the CPU "
         "(avx512_bf16 or amx_bf16), found none; choose another target, or a machine that has them\n"
     )
 
