@@ -164,14 +164,14 @@ class _Api:
         body = await self._body(request, CompletionBody)
         model = self._service.model(body.model)
         id = request_id(body, request.headers.get("x-request-id"))
-        stream = model.submit(await completion_requests(body, model))
+        stream = self._service.submit(await completion_requests(body, model), model)
         return CompletionFormat(body, model, stream, id)
 
     async def _chat_completions(self, request: Request) -> Any:
         body = await self._body(request, ChatBody)
         model = self._service.model(body.model)
         id = request_id(body, request.headers.get("x-request-id"))
-        stream = model.submit(await chat_requests(body, model))
+        stream = self._service.submit(await chat_requests(body, model), model)
         return ChatFormat(body, model, stream, id)
 
     async def _responses(self, request: Request) -> Any:
@@ -188,7 +188,7 @@ class _Api:
         id = request_id(chat, request.headers.get("x-request-id"))
         model = self._service.model(chat.model)
         try:
-            stream = model.submit(await chat_requests(chat, model))
+            stream = self._service.submit(await chat_requests(chat, model), model)
         except BadRequest as error:
             raise rename_param(error, body.NAMES) from None
         return answer(body, chat, model, stream, id)

@@ -82,9 +82,6 @@ class BlockAnswer(TokenResponse):
     def has_calls(self) -> bool:
         return any(block.kind == "call" for block in self.blocks)
 
-    def close(self) -> None:
-        self._model.cancel(self._stream)
-
     def value(self) -> dict[str, Any]:
         raise NotImplementedError
 

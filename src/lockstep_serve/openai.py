@@ -62,7 +62,6 @@ def _array(prompt: Any) -> Any:
 async def completion_requests(body: CompletionBody, model: ServedModel) -> list[PromptRequest]:
     """Return the prompts of a body. Raises BadRequest."""
     await model.adapters.ensure_loaded(body.lora)
-    model.adapters.resolve(body.model, body.lora)
     prompts, texts = await _prompts(body, model)
     forced_ids = _forced_ids(body, len(prompts))
     if not body.echo:

@@ -44,9 +44,6 @@ class AnswerFormat(TokenResponse):
         if model.weights_version is not None:
             self._common["weights_version"] = model.weights_version
 
-    def close(self) -> None:
-        self._model.cancel(self._stream)
-
     async def choice(self, index: int, choice: Choice) -> dict[str, Any]:
         raise NotImplementedError
 

@@ -62,7 +62,6 @@ class ChatBody(Parameters, kw_only=True):
 async def chat_prompt(body: ChatBody, model: ServedModel) -> tuple[Tools | None, str, np.ndarray]:
     """Return a body's tools, its prompt as text, and as token ids. Raises BadRequest."""
     await model.adapters.ensure_loaded(body.lora)
-    model.adapters.resolve(body.model, body.lora)
     tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
     format = model.tool_format
     if tools is not None and format is None:

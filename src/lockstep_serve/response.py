@@ -21,7 +21,7 @@ _HEADERS = [
 
 
 class TokenResponse:
-    """A response whose client may disconnect at any time; each API overrides `full_response`, `events` and `close`."""
+    """A response whose client may disconnect at any time; each API overrides `full_response` and `events`."""
 
     error_response: Callable[[Any], Response] = staticmethod(error_response)
 
@@ -39,7 +39,9 @@ class TokenResponse:
         raise NotImplementedError
 
     def close(self) -> None:
-        raise NotImplementedError
+        """Abort the unfinished answers."""
+        if self._stream is not None:
+            self._stream.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         note(scope, id=self.id, stream=self._stream, in_chunks=self._in_chunks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,6 @@ from lockstep_serve.frames import Ready
 from lockstep_serve.metrics import ModelMetrics
 from lockstep_serve.reasoning import reasoning_format
 from lockstep_serve.settings import ServedModelOptions
-from lockstep_serve.stream import PromptRequest, Stream
 from lockstep_serve.tool_formats import tool_format
 
 if TYPE_CHECKING:
@@ -70,9 +68,3 @@ class ServedModel:
     def weights_version(self) -> int | None:
         """Return how often the weights were updated; None for a model whose weights stay."""
         return self._service.weights.version if not self.checkpoint else None
-
-    def submit(self, prompts: Sequence[PromptRequest]) -> Stream:
-        return self._service.submit(prompts, self)
-
-    def cancel(self, stream: Stream) -> None:
-        self._service.cancel(stream)

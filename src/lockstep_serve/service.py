@@ -243,7 +243,7 @@ class Service:
                 adapter = request.adapter and model.adapters.in_engine(request.adapter)
                 request = replace(request, checkpoint=model.checkpoint, adapter=adapter)
             prompt.request = request
-        stream = Stream(prompts, model.tokenizer, model.metrics)
+        stream = Stream(prompts, model.tokenizer, model.metrics, self.cancel)
         self.streams.add(stream)
         for prompt in prompts:
             self._count_waiting(prompt, 1)

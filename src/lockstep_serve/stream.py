@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -100,7 +100,15 @@ class StreamError(Exception):
 class Stream:
     """The answers of one request, as an iterator of lists of deltas. Raises StreamError where they fail."""
 
-    def __init__(self, prompts: Sequence[PromptRequest], tokenizer: Tokenizer, metrics: ModelMetrics):
+    def __init__(
+        self,
+        prompts: Sequence[PromptRequest],
+        tokenizer: Tokenizer,
+        metrics: ModelMetrics,
+        cancel: Callable[[Stream], None],
+    ):
+        """cancel: aborts the answers of a stream that have not ended."""
+        self._cancel = cancel
         self.began = time.monotonic()
         self.sending_since: float | None = None  # since when a delta has waited for the client
         self.first_token: float | None = None  # its time
@@ -173,6 +181,9 @@ class Stream:
             self._num_open -= 1
         if self._waiter is not None:
             self.wake()
+
+    def cancel(self) -> None:
+        self._cancel(self)
 
     def fail(self, error: StreamError) -> None:
         if not self.done:

@@ -141,7 +141,7 @@ class Supervisor:
                     message = f"the request waited for {now - stream.began:.0f} s (at most {limits.queue_timeout:g})"
                     service.fail(stream, StreamError(message, 503, "queue_timeout", 1))
                 elif stream.sending_since is not None and now - stream.sending_since > limits.slow_reader:
-                    service.cancel(stream)
+                    stream.cancel()
             link = service.link
             if link is not None and now - link.last_frame > limits.stall:
                 log.error(f"engine process {link.pid} gave no sign of life for {limits.stall:g} s")

@@ -40,7 +40,6 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 async def tokenize(body: TokenizeBody, model: ServedModel) -> bytes:
     """Return the tokens of a text or a chat, as JSON. Raises BadRequest, StreamError."""
-    model.adapters.resolve(body.model)
     if body.prompt is None and body.messages is None:
         raise BadRequest("prompt: expected either prompt or messages, found neither", "prompt")
     if body.prompt is not None and body.messages is not None:
@@ -68,7 +67,6 @@ async def tokenize(body: TokenizeBody, model: ServedModel) -> bytes:
 
 async def detokenize(body: DetokenizeBody, model: ServedModel) -> bytes:
     """Return the JSON of the text of token ids, special ones too. Raises BadRequest, StreamError."""
-    model.adapters.resolve(body.model)
     limit = 3 * _max_tokens(model)  # more than `encode_texts` returns
     try:
         expect("tokens", len(body.tokens), 0, limit, "tokens")

@@ -178,7 +178,7 @@ class Generation(Inference):
         self._accumulates = request.model.name == "tensorrt_llm_bls" and request.parameters.get("accumulate_tokens")
         self._batch_size = batch.size
         self._n = max(prompt.prompt_request.request.n for prompt in prompts)
-        self.stream = model.submit([prompt.prompt_request for prompt in prompts])
+        self.stream = triton.service.submit([prompt.prompt_request for prompt in prompts], model)
         self._answers: list[_Answer] = []
         for number, prompt in enumerate(prompts):
             for sequence, choice in enumerate(prompt.prompt_request.collector.completion.choices):
@@ -186,7 +186,7 @@ class Generation(Inference):
 
     def close(self) -> None:
         assert self.stream is not None
-        self._triton.service.cancel(self.stream)
+        self.stream.cancel()
         self._triton.ended(self._request, self, self.stream)
 
     async def full_response(self) -> InferResponse:

@@ -124,7 +124,7 @@ def test_totals_are_those_of_a_recount_whatever_comes(tokenizer: Tokenizer, data
         prompts = [PromptRequest(Request([5] * length, limit, n=n), stop) for length in lengths]
         expected = refusal(service, prompts)
         try:
-            streams.append(service.default.submit(prompts))
+            streams.append(service.submit(prompts, service.default))
             stream_error = None
         except StreamError as error:
             stream_error = error.status, error.retry_after
@@ -143,7 +143,7 @@ def test_totals_are_those_of_a_recount_whatever_comes(tokenizer: Tokenizer, data
         frame(admitted=admitted, tokens=[(number, choice, -1 if finish == "error" else 68, finish, None)])
 
     def cancel() -> None:
-        service.cancel(streams[pick(range(len(streams)))])
+        streams[pick(range(len(streams)))].cancel()
 
     def fail() -> None:
         service.fail(streams[pick(range(len(streams)))], StreamError("it waited", 503))
@@ -176,7 +176,7 @@ def test_a_refused_request_is_gone_when_it_is_answered(tokenizer: Tokenizer) -> 
     """What only a garbage collection finds makes collections long, and all requests wait for them."""
     service, _ = service_of(tokenizer)
     for _ in range(LIMITS.max_queue + SLOTS):
-        service.default.submit([PromptRequest(Request([5], 30))])
+        service.submit([PromptRequest(Request([5], 30))], service.default)
     sent = []
 
     async def ask() -> None:
