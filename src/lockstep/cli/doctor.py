@@ -193,7 +193,7 @@ def model_line(name: str, needed: dict[str, Any]) -> str:
         ("memory", needed["memory_bytes"], total_bytes()),
         ("disk", needed["disk_bytes"], _free_disk()),
     ):
-        words.append(f"about {_size(nbytes)} of {what}")
+        words.append(f"{_size(nbytes)} of {what}")
         if nbytes > available:
             words[-1] += f", more than the {_size(available)} here"
     total = sum(needed["seconds"].values())
@@ -201,10 +201,10 @@ def model_line(name: str, needed: dict[str, Any]) -> str:
     longest = list(needed["seconds"].items())[:5]
     stages = ", ".join(f"{stage} {seconds / total:.0%}" for stage, seconds in longest if seconds >= total / 100)
     time = f"{total / 60:.0f} min" if total < 7200 else f"{total / 3600:,.0f} h"
-    words.append(f"about {time} on {_cores()} cores ({stages})")
+    words.append(f"{time} on {_cores()} cores ({stages})")
     millions = needed["parameters"] / 1e6
     decimals = 0 if millions >= 1 else 1
-    return f"{name}: about {millions:,.{decimals}f} M parameters: {', '.join(words)}"
+    return f"{name}: about {millions:,.{decimals}f} M parameters, {', '.join(words)}"
 
 
 def _size(nbytes: int) -> str:

@@ -50,7 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_first_config_asks_for_what_the_model_has(source: str, name: str, length: int) -> None:
     code, output = run("init", source)
     assert code == 0 and f"lockstep run {name}.yaml" in output
-    assert re.match(rf"{name}: about [\d.]+ M parameters: about [\d.]+ GB of memory, .* min on \d+ cores", output)
+    assert re.match(rf"{name}: about [\d.]+ M parameters, [\d.]+ GB of memory, .* min on \d+ cores", output)
     config = load(Path(f"{name}.yaml"))
     assert config.models[name].source == source and config.models[name].golden.prompts
     assert config.limits.model_dump() == {
@@ -181,8 +181,8 @@ def test_doctor_says_what_a_model_takes() -> None:
     (copied,) = json.loads(run("doctor", "random.yaml", "--json")[1])["models"].values()
     assert (sizes["disk_bytes"], copied["disk_bytes"]) == (4 * sizes["parameters"], 6 * copied["parameters"])
     text = run("doctor", "demo-llama.yaml")[1]
-    assert "about 2 M parameters: about 0.7 GB of memory, about 7 MB of disk" in text
-    assert re.search(r"about \d+ min on \d+ cores \(\w+ \d+%, \w+ \d+%", text)
+    assert "about 2 M parameters, 0.7 GB of memory, 7 MB of disk" in text
+    assert re.search(r", \d+ min on \d+ cores \(\w+ \d+%, \w+ \d+%", text)
 
 
 def test_the_times_of_a_run_are_about_those_that_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
