@@ -31,6 +31,9 @@ ELSEWHERE = {
     "hf:": "the hub: tests/workflow/test_fetched.py asks a local one",
     "SmolLM2": "the hub",
     "smollm2/": "what `make real` makes",
+    "base/fp16": "fine-tunes: tests/unit/serve/test_many_models.py",
+    "certify ": "an endpoint: tests/unit/certify",
+    "certificate.json": "which that makes",
     "config device=": "GPUs: tests/workflow/test_two_devices.py",
     "config/openvino.yaml": "a CPU with bf16 instructions: `make demo` has these targets",
 }
@@ -65,7 +68,9 @@ def runs_here(command: str) -> bool:
 
 
 def has_commands(page: Path) -> bool:
-    return page.name != "devices.md" and any(command.startswith("lockstep") for command in commands(page))
+    # Those of the other two need GPUs: tests/workflow/test_two_devices.py, records/gpu-ci.log.
+    is_for_gpus = page.name in ("ci.md", "devices.md")
+    return not is_for_gpus and any(command.startswith("lockstep") for command in commands(page))
 
 
 WITH_COMMANDS = list(filter(has_commands, PAGES))

@@ -195,12 +195,13 @@ def test_options_of_the_configuration_are_the_server_s(tmp_path: Path) -> None:
     other = make(tmp_path / "b", tmp_path / "s", options=options, max_queue=7)
     expected = {"no_prefix_caching": True, "admission": "optimistic", "max_queue": 7, "kv_bytes": 0.5}
     assert serve_options(other) == expected and check_repository(other) == []
-    for name, value in {
-        "kv_cache_free_gpu_mem_fraction": "1.5",
-        "stats_check_period_ms": "x",
-        "max_beam_width": "2",
-    }.items():
-        with pytest.raises(InputError, match=f"{name}: expected"):
+    for name, value, advice in (
+        ("kv_cache_free_gpu_mem_fraction", "1.5", "correct it"),
+        ("stats_check_period_ms", "x", "correct it"),
+        ("max_beam_width", "2", "correct it"),
+        ("max_tokens_in_paged_kv_cache", "2560", "set kv_cache_free_gpu_mem_fraction"),
+    ):
+        with pytest.raises(InputError, match=f"{name}: expected .*; {advice}, or leave it out"):
             serve_options(make(tmp_path / "c", tmp_path / "s", options={name: value}))
 
 

@@ -101,7 +101,8 @@ def serve_options(repository: Path) -> dict[str, Any]:
             expected = f"a number above 0 and below {_BELOW[name]}"
         else:
             continue
-        raise InputError(f"{where}: {name}: expected {expected}, found {value!r}; correct it or leave it out")
+        instead = "set kv_cache_free_gpu_mem_fraction" if name == "max_tokens_in_paged_kv_cache" else "correct it"
+        raise InputError(f"{where}: {name}: expected {expected}, found {value!r}; {instead}, or leave it out")
     options: dict[str, Any] = {"no_prefix_caching": values["enable_kv_cache_reuse"].lower() == "false"}
     options["admission"] = _POLICIES[values["batch_scheduler_policy"].lower()]
     share = values["kv_cache_free_gpu_mem_fraction"]
