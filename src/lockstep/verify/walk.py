@@ -23,7 +23,7 @@ from lockstep.verify.graphs import Graphs, stale_cache
 from lockstep.verify.records import LayerRecord, Record
 
 Arrays = dict[str, np.ndarray]
-Override = Callable[["Stage", Arrays], Arrays]
+Override = Callable[["Stage", Arrays, Arrays], Arrays]
 Read = Callable[[Record], np.ndarray]  # an activation of a record
 _DECODED = 4  # rows that go through decode where the sequence has no tokens after its prompt
 
@@ -88,8 +88,8 @@ class Walk:
     """The stages of `graphs` along `requests`, of which all or none are recorded.
 
     adapter_ids [all tokens]: the adapter slot of each token; none by default. capacity: the least rows of KV caches.
-    decode_rows: requests of a decode call. override: called with each stage and its graph's outputs, returns the
-    outputs that the walk continues with; for walks without a record.
+    decode_rows: requests of a decode call. override: called with each stage, its graph's outputs and PyTorch's, as far
+    as they are recorded; returns the outputs that the walk has in their place.
     """
 
     def __init__(
@@ -168,14 +168,14 @@ class Walk:
         stage = Stage(part, block.graph, "", layer, block.slots, inputs, self._positions)
         by_key = self.graphs.run_block(block, self._env)
         outputs = {io.name: by_key[io.key] for io in graph.outputs}
-        if self._override:
-            outputs = self._override(stage, outputs)
         exact = {}
         noisy = {}
         if self._exact and read:
             exact[output] = np.concatenate([read(record) for record in self._exact])
         if self._noisy and read:
             noisy[output] = np.concatenate([read(record) for record in self._noisy])
+        if self._override:
+            outputs = self._override(stage, outputs, exact)
         return StageRun(stage, outputs, exact, noisy)
 
     def _mixer(self, variant: str, index: int) -> Iterator[StageRun]:
@@ -229,8 +229,8 @@ class Walk:
             inputs = {key: array for key, array in feeds.items() if key in declared}
             outputs = graphs.run_mixer(variant, graph, inputs)
             stage = Stage("attention", name, phase, index, {}, inputs, self._positions[tokens])
-            if self._override:
-                outputs = self._override(stage, outputs)
+            if self._override and not exact:
+                outputs = self._override(stage, outputs, {})
             if phase != "chunked":  # tokens of a chunk have their output of the whole prefill, or get that of decode
                 mixed.append((tokens, outputs["attention"]))
             if not exact:

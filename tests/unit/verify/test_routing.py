@@ -14,10 +14,11 @@ from built_family import NAME, built_family
 from onnx import TensorProto, helper
 
 from faults.edit import Edit
+from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.backends.builder import build
 from lockstep.errors import CheckError
-from lockstep.onnx_tools.rounded import exact_and_rounded
+from lockstep.onnx_tools.rounded import UNITS, exact_and_rounded
 from lockstep.onnx_tools.sessions import compute
 from lockstep.targets import Limits, Results, Target
 from lockstep.tolerances import Tolerances
@@ -25,8 +26,12 @@ from lockstep.verify.compare.noisy_run import is_clear
 from lockstep.verify.golden.check import GoldenCheck, check_engines
 from lockstep.verify.golden.reference import make_reference
 from lockstep.verify.golden.terms import GoldenTerms
-from lockstep.verify.routing.block import Routed
+from lockstep.verify.graphs import Graphs
+from lockstep.verify.routing.block import ChoosingBlock, Routed
 from lockstep.verify.routing.choices import Choice, with_choices
+from lockstep.verify.validate.torch_choices import TorchChoices
+from lockstep.verify.walk import Tokens, Walk
+from lockstep.weights import Weights
 from some import some
 
 pytestmark = pytest.mark.exports
@@ -195,6 +200,34 @@ def test_rows_whose_choice_is_by_less_than_the_bound_are_told():
     assert is_clear(Choice("two", 2, 3), scores, np.full(4, 0.01)).tolist() == [True, False, False, True]
     rows_of_scores = np.array([[0.5, -0.01, -0.5], [0.5, -0.002, 0.1], [-np.inf, 0.3, 0.001]], np.float32)
     assert is_clear(Choice("above a limit", 0, 3), rows_of_scores, np.full(3, 0.01)).tolist() == [True, False, False]
+
+
+def test_pytorchs_choice_is_taken_where_rounding_may_decide_and_no_other(shared):
+    results = Results(built_family(shared, "mixtral") / "results")
+    assembly = results.assembly(NAME, "fp32")
+    graphs = Graphs(assembly, Assembly.load(assembly), Weights.open(results.weights(NAME, "fp32")), "all", 1)
+    blocks = {name: ChoosingBlock(graph, 1) for name, graph in graphs.classes.items()}
+    walk = Walk(graphs, [Tokens(np.arange(40), 40)])
+    run = next(run for run in walk if run.stage.part == "block" and blocks[run.stage.graph].choices)
+    stage = run.stage
+    block = blocks[stage.graph]
+    weights = graphs.weights_of(stage.graph, stage.slots)
+    routed = block.follow(stage.inputs, weights, run.outputs, 1.0)
+    others = {name: np.roll(chosen, 1, axis=1) for name, chosen in routed.chosen.items()}
+    of_others = block.forced(stage.inputs, weights, block.forces(others, np.arange(40), 40))
+    size = np.abs(of_others["hidden_out"]).max()
+    assert np.abs(of_others["hidden_out"] - run.outputs["hidden_out"]).max() > 1e-2 * size
+    for noise, expected in ((1e6, of_others), (1e-6, run.outputs)):
+        choices = TorchChoices(graphs, blocks, Tolerances("fp16", noise=noise))
+        outputs = choices(stage, run.outputs, {"hidden_out": of_others["hidden_out"]})
+        for name, array in expected.items():
+            np.testing.assert_allclose(outputs[name], array, atol=1e-5 * np.abs(array).max())
+        assert choices.before_ties([15, 25]) == [15, 25]
+    nearest = int(np.argmin(routed.margins))
+    noise = 8 * routed.margins[nearest] * UNITS / Tolerances("fp16").rounding  # so that rounding may decide few of them
+    choices = TorchChoices(graphs, blocks, Tolerances("fp16", noise=noise))
+    choices(stage, run.outputs, {"hidden_out": run.outputs["hidden_out"]})
+    assert choices.before_ties([nearest, 40 - nearest]) == [nearest, 0]
 
 
 def test_the_reference_may_route_otherwise_what_rounding_of_all_earlier_blocks_decides():

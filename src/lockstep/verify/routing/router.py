@@ -131,7 +131,7 @@ class Router:
         return self._logits[tuple(run)]
 
     def _forced_logits(self, tokens: Tokens, forces: Mapping[BlockKey, Arrays]) -> np.ndarray:
-        def exact(stage: Stage, outputs: Arrays) -> Arrays:
+        def exact(stage: Stage, outputs: Arrays, _: Arrays) -> Arrays:
             key = stage.part, stage.layer or 0
             if stage.part == "exit":
                 key = self._exit

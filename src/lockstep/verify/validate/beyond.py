@@ -15,6 +15,7 @@ from lockstep.verify.graphs import Graphs
 from lockstep.verify.records import Record
 from lockstep.verify.validate.parity import layer_errors, where, wrong_layers
 from lockstep.verify.validate.torch_trace import TorchModel
+from lockstep.verify.walk import Override
 
 # Parts of the precision's range that hidden states are scaled to: the first that the model itself stays within counts.
 _PARTS = (0.9, 2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8)
@@ -51,7 +52,7 @@ def check_adapter_slots(
             )
 
 
-def check_magnitudes(graphs: Graphs, torch_model: TorchModel, record: Record) -> None:
+def check_magnitudes(graphs: Graphs, torch_model: TorchModel, record: Record, choices: Override | None) -> None:
     """Check what leaves each layer for hidden states that grow to the end of their precision.
 
     The embedded tokens of `record` are made larger, each more than the one before. Raises CheckError for a layer that
@@ -67,7 +68,7 @@ def check_magnitudes(graphs: Graphs, torch_model: TorchModel, record: Record) ->
         grown = torch_model.record(record.token_ids, embedded=np.ascontiguousarray(unit * levels))
         if max(float(np.abs(layer.hidden).max()) for layer in grown.layers) > 0.95 * end:
             continue
-        errors, _ = layer_errors(graphs, [(grown, grown)], Tolerances("fp16"))  # judged by GROSS alone
+        errors, _ = layer_errors(graphs, [(grown, grown)], Tolerances("fp16"), choices=choices)  # judged by GROSS
         reach = f"hidden states of up to {part * end:.3g}"
         infinite = [entry for entry in errors if any(error.max_abs_error is None for error in entry.tensors.values())]
         if infinite:  # a branch of a block may leave the range first: the next, smaller part decides

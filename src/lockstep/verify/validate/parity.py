@@ -24,7 +24,7 @@ from lockstep.verify.graphs import Graphs, stale_cache
 from lockstep.verify.metrics import finite, or_infinity
 from lockstep.verify.records import Record
 from lockstep.verify.repeats import repeated_rows
-from lockstep.verify.walk import StageRun, Tokens, Walk
+from lockstep.verify.walk import Override, StageRun, Tokens, Walk
 
 _PIECE = 4096  # tokens of the vocabulary at a time
 _SAMPLE = 256  # tokens of which some repeat
@@ -67,6 +67,7 @@ def layer_errors(
     adapter_ids: np.ndarray | None = None,
     capacity: int = 0,
     usual: Sequence[BlockErrors] = (),
+    choices: Override | None = None,
 ) -> tuple[list[BlockErrors], tuple[int | None, str] | None]:
     """Return the errors of each layer, teacher-forced, and of the exit; and the first overflow of float16.
 
@@ -76,7 +77,7 @@ def layer_errors(
 
     All sequences run packed, as in a step; the last token is decoded too. adapter_ids: the adapter slot of each token,
     with which torch was recorded; none by default. capacity: the least rows of caches. usual: errors of these layers on
-    more tokens, whose noise applies here too, as far as no cache changes it.
+    more tokens, whose noise applies here too, as far as no cache changes it. choices: see `TorchChoices`.
     """
     record = records[0][0]
     errors = list[BlockErrors]()
@@ -87,7 +88,7 @@ def layer_errors(
     if mixer_layers != graphs.assembly.layer_numbers[: len(mixer_layers)]:
         raise CheckError(f"expected token mixers in layers {graphs.assembly.layer_numbers}, found {mixer_layers}")
     tokens = [Tokens(exact.token_ids, len(exact.token_ids) - 1, exact, noisy) for exact, noisy in records]
-    for run in _runs(Walk(graphs, tokens, adapter_ids, capacity)):
+    for run in _runs(Walk(graphs, tokens, adapter_ids, capacity, override=choices)):
         stage = run.stage
         if stage.part == "attention":
             _add(pieces, run, {name: f"{stage.phase}.{name}" for name in run.expected})

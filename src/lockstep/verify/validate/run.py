@@ -45,6 +45,7 @@ from lockstep.verify.rounded import noisy
 from lockstep.verify.validate.beyond import check_adapter_slots, check_magnitudes
 from lockstep.verify.validate.parity import embedding_error, forward, layer_errors, where, wrong_layers
 from lockstep.verify.validate.polygraphy_checks import FunctionRunner, check_model, compare, lint
+from lockstep.verify.validate.torch_choices import TorchChoices
 from lockstep.verify.validate.torch_trace import TorchModel
 from lockstep.weights import Weights
 
@@ -99,6 +100,7 @@ class _Validation:
         self._config = config
         self._tolerance = tolerance
         self._results = results
+        self._choices: TorchChoices | None = None  # followed where the graphs fail without them
         variants = graphs.assembly.variants
         self._windows = {variants[layer.variant].window for layer in graphs.layers if layer.variant in variants} - {0}
 
@@ -111,11 +113,22 @@ class _Validation:
         self._results["checks"] = GraphChecks(self._checker, self._linted)
         for name, graph in graphs.graphs().items():
             self._check_graph(name, graph)
-        self._torch = TorchModel(self._config, graphs.weights, layers)
+        try:
+            self._check_values(layers, max_seq_len, threads)
+        except CheckError:
+            self._choices = TorchChoices.open(graphs, self._tolerance, threads)
+            if self._choices is None:
+                raise
+            self._results["first_failing_layer"] = None
+            self._check_values(layers, max_seq_len, threads)
+
+    def _check_values(self, layers: int | str, max_seq_len: int, threads: int | None) -> None:
+        """Check what the graphs compute. Raises CheckError for the first that is off."""
+        self._torch = TorchModel(self._config, self._graphs.weights, layers)
         records = [self._torch.record(token_ids) for token_ids in self._sequences()]
         self._check_layers(records)
-        check_adapter_slots(graphs, self._torch, records, self._tolerance)
-        check_magnitudes(graphs, self._torch, records[-1])
+        check_adapter_slots(self._graphs, self._torch, records, self._tolerance)
+        check_magnitudes(self._graphs, self._torch, records[-1], self._choices)
         self._check_long_contexts(records[0], max_seq_len)
         self._check_forward(records, threads)
 
@@ -153,7 +166,7 @@ class _Validation:
         tolerance = self._tolerance
         embedding = embedding_error(graphs, self._torch.embed, self._torch.noisy_embed, tolerance)
         pairs = [(record, self._torch.noisy(record)) for record in records]
-        errors, overflow = layer_errors(graphs, pairs, tolerance)
+        errors, overflow = layer_errors(graphs, pairs, tolerance, choices=self._choices)
         self._results |= {
             "embedding": BlockErrors(graphs.embedding.graph, {"hidden": embedding}),
             "blocks": tuple(errors[:-1]),
@@ -209,7 +222,7 @@ class _Validation:
                 noise = self._torch.noisy(record, past)
                 capacity = number % 2 * max_seq_len
                 errors, _ = layer_errors(
-                    self._graphs, [(record, noise)], self._tolerance, capacity=capacity, usual=usual
+                    self._graphs, [(record, noise)], self._tolerance, None, capacity, usual, self._choices
                 )
                 # The error that is largest relative to its tolerance.
                 worst = max(
@@ -221,8 +234,14 @@ class _Validation:
                 self._check_errors(errors, f"after {num_past} cached tokens, ")
 
     def _check_forward(self, records: list[Record], threads: int | None) -> None:
-        """Check whole sequences, free, through Polygraphy: the chain of graphs, and the uncut one."""
+        """Check whole sequences, free, through Polygraphy: the chain of graphs, and the uncut one.
+
+        Sequences end where rounding may decide a choice: a right graph may choose otherwise from there on.
+        """
         graphs = self._graphs
+        counts = [len(record.token_ids) for record in records]
+        if self._choices:
+            counts = self._choices.before_ties(counts)
         inputs = self._graphs.forward_inputs()
 
         def split(feed: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -230,11 +249,12 @@ class _Validation:
 
         feeds = [
             {
-                "hidden": record.embedded.astype(graphs.hidden_dtype),
-                "position_ids": record.position_ids,
-                "logit_rows": record.position_ids,
+                "hidden": record.embedded[:count].astype(graphs.hidden_dtype),
+                "position_ids": record.position_ids[:count],
+                "logit_rows": record.position_ids[:count],
             }
-            for record in records
+            for record, count in zip(records, counts)
+            if count
         ]
         logits: dict[bytes, np.ndarray] = {}
         noise = 0.0  # the largest error of a logit in this precision
