@@ -33,6 +33,7 @@ from lockstep.verify.noise import LogitNoise
 from lockstep.verify.sampled.forced import History
 from lockstep.verify.sampled.texts import Texts
 from lockstep.verify.served import sampling as check_sampling
+from lockstep.verify.served.cases import Cases
 from lockstep.verify.served.check import open_model
 from lockstep.verify.served.sampling import SamplingCheck
 from lockstep_serve.run import listening
@@ -119,6 +120,17 @@ def test_a_right_server_passes_and_each_parameter_decides_tokens(served: Served)
     assert all(case.answers >= 2 and case.tokens and not case.near for case in checked.values())
     # float32 of logits near 20, and sums of 768 terms in float64
     assert 0 < max(case.max_logprob_error or 0.0 for case in checked.values()) < 1e-5
+
+
+@pytest.mark.parametrize("count", [6, 40])
+def test_a_stop_string_begins_where_the_answer_ends(count: int, served: Served) -> None:
+    """However long golden's answers are."""
+    expected = [(3 * list(prompt.tokens))[:count] for prompt in served.prompts]
+    cases = {case.name: case for case in Cases(served.prompts, expected, served.texts, 4, 256, ()).all(False)}
+    case = cases["stop, not reached"]
+    (tokens,) = (tokens[:16] for prompt, tokens in zip(served.prompts, expected) if prompt is case.prompts[0])
+    assert case.body["max_tokens"] == len(tokens)
+    assert case.body["stop"][0][0] == served.texts.added(case.prompts[0].prompt_ids, tokens)[-1]
 
 
 FAULTS = [*sampling_faults.IN_ENGINE, *sampling_faults.in_server()]

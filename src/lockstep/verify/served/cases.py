@@ -134,9 +134,9 @@ class Cases:
         return best_seed
 
     def _greedy(self) -> tuple[Prompt, list[int]]:
-        """Return the prompt whose expected text is longest, and its tokens."""
+        """Return the prompt whose expected text is longest, and the tokens of an answer."""
         return max(
-            ((prompt, self._expected[id(prompt)]) for prompt in self._prompts),
+            ((prompt, self._expected[id(prompt)][:_TOKENS]) for prompt in self._prompts),
             key=lambda pair: len(self._texts.added(pair[0].prompt_ids, pair[1])),
         )
 
@@ -224,7 +224,8 @@ class Cases:
         text = self._texts.added(prompt.prompt_ids, tokens)
         if not text or UNDECODED in text:
             return None
-        return self._case("stop, not reached", prompt, temperature=0, stop=[f"{text[-1]} never said"])
+        stop = [f"{text[-1]} never said"]
+        return self._case("stop, not reached", prompt, temperature=0, stop=stop, max_tokens=len(tokens))
 
     def _bad_words(self) -> Case | None:
         prompt, tokens = self._greedy()
