@@ -50,7 +50,6 @@ RESULTS = {
     WRONG: "passes the export's gates, and fails a later check or gives other logits than transformers",
     BROKEN: "ends in an error that is no refusal",
 }
-OWN_ERRORS = 4  # times what transformers in fp32 differs from itself in fp64, where that is more
 STAGES = "resolve, architecture, export, convert, build, validate, compare, reference, golden, served"
 _CPU_SECONDS = 600
 _WALL_SECONDS = 3000  # for machines that do other work too

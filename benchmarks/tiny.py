@@ -22,7 +22,7 @@ from tests import lifelike
 from tests.whole_workflow import LIMITS, failures
 
 import lockstep
-from benchmarks.models import BROKEN, NO_MODEL, OWN_ERRORS, REFUSED, WORKS, WRONG
+from benchmarks.models import BROKEN, NO_MODEL, REFUSED, WORKS, WRONG
 from benchmarks.published import FAMILIES, Published
 from lockstep import Advance, Assembly, CheckError, InputError, Model, ModelOptions, Results
 from lockstep.artifacts.document import ValidationError
@@ -35,7 +35,7 @@ from lockstep.export.small_configs import shallow_config, small_configs
 from lockstep.export.torch_model import cut_config, load_folder
 from lockstep.export.tracer import meta_model
 from lockstep.export.unique_layers import signatures
-from lockstep.tolerances import EXPORT
+from lockstep.tolerances import EXPORT, OWN_ERRORS
 
 _MAX_PARAMETERS = 150_000_000  # 600 MB
 _MAX_TRIES = 2

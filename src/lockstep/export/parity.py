@@ -37,7 +37,7 @@ from lockstep.export.tracer import meta_model
 from lockstep.export.unique_layers import signatures
 from lockstep.onnx_tools import judge
 from lockstep.progress import steps
-from lockstep.tolerances import EXPORT
+from lockstep.tolerances import EXPORT, OWN_ERRORS
 
 LENGTHS = (23, 15)  # tokens of two requests: each crosses a window several times
 # Tokens of each request in each step: whole and partial prompts, a prompt with a decoding request, both decoding.
@@ -46,8 +46,7 @@ _LONG_STEPS = (70, 57, 1)  # of a request to a model with states
 _SMALL_ENOUGH = 3_000_000  # parameters: a model below is only cut to the depth that shows all its layers
 _TOO_LARGE = 120_000_000  # parameters, 500 MB
 # Where norms precede scores that nothing scales down, gains near 1 make attention so sharp that fp32 itself is
-# inaccurate: a draw counts when transformers in fp32 agrees with fp64 this many times better than we have to.
-_REFERENCE_MARGIN = 4
+# inaccurate: a draw counts when transformers in fp32 agrees with fp64 `OWN_ERRORS` times better than we have to.
 DRAWS = ((0, 1.0), (1, 1.0), (2, 0.25), (3, 0.25))  # seeds of random weights, and the mean of gains
 # A router that chooses between two nearly equal experts may choose differently after rounding; a real fault shows with
 # all weights.
@@ -79,7 +78,7 @@ def check_parity(
     errors: list[float] = []
     for draw in DRAWS:
         measured = measure(small, draw)
-        if measured.reference_error > EXPORT / _REFERENCE_MARGIN:  # says nothing about the split form
+        if measured.reference_error > EXPORT / OWN_ERRORS:  # says nothing about the split form
             continue
         if measured.error <= EXPORT:
             check_wrapper(config, small.config, reference_model(small.config, *draw))

@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.tolerances import ENOUGH, SAMPLER
 from lockstep.verify.sampled.answer import Answer
-from lockstep.verify.sampled.rules import ROUNDING, Chosen, Rules, choose, noises
+from lockstep.verify.sampled.rules import Chosen, Rules, choose, noises
 from lockstep.verify.sampled.texts import Texts, agree
-
-_ENOUGH = 8  # errors whose rms is no single draw of roundings
 
 
 @dataclass(frozen=True)
@@ -209,7 +208,7 @@ def _wrong_logprobs(
     if request.echo is not None and (answer.logprobs[0], answer.top[0]) != (None, None):
         yield f"logprobs: expected none of the prompt's first token, found {answer.logprobs[0]}"
     errors = []
-    bound = 2 * bounds.largest + ROUNDING * max(1.0, float(np.abs(logits).max()))
+    bound = 2 * bounds.largest + SAMPLER * max(1.0, float(np.abs(logits).max()))
     first = len(tokens) - len(logits)  # 1 where the prompt is repeated: its first token has no logits
     for number, row in enumerate(logits, first):
         token = tokens[number]
@@ -227,7 +226,7 @@ def _wrong_logprobs(
         yield f"logprobs: expected an error of at most {bound:.3g}, found {verdict.logprob_error:.3g}"
     rms = float(np.sqrt(np.mean(np.square(errors))))
     bound_of_sum = 2 * bounds.rms + bound - 2 * bounds.largest
-    if bounds.rms and len(errors) >= _ENOUGH and rms > bound_of_sum:
+    if bounds.rms and len(errors) >= ENOUGH and rms > bound_of_sum:
         yield f"logprobs: expected an rms error of at most {bound_of_sum:.3g}, found {rms:.3g}"
     if not request.is_chat:
         yield from _wrong_pieces(request, answer)

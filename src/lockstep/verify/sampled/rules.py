@@ -13,11 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.tolerances import SAMPLER
 from lockstep.verify.sampled.noise import exponential_noise
-
-# Relative to the largest number of a comparison: products, sums and logarithms in float32 are off by a few times
-# 6e-8 each.
-ROUNDING = 2e-6
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ class Chosen:
         """Return whether another token is as good, within the error."""
         if not np.isfinite(self.near[token]):
             return False
-        rounding = ROUNDING * max(1.0, abs(float(self.near[token])))
+        rounding = SAMPLER * max(1.0, abs(float(self.near[token])))
         return bool(self.near[token] >= self.best - self.error - rounding)
 
 
@@ -94,7 +91,7 @@ def choose(
         return Chosen(int(np.argmax(changed)), float(changed.max()), changed, 2 * factor * error)
     weights = (changed - changed.max()) / rules.temperature  # logarithms
     slack = 2 * factor * error / rules.temperature
-    rounding = ROUNDING * max(1.0, float(np.abs(changed[np.isfinite(changed)]).max()) / rules.temperature)
+    rounding = SAMPLER * max(1.0, float(np.abs(changed[np.isfinite(changed)]).max()) / rules.temperature)
     scores = weights - np.log(noise)  # logarithms of weights divided by exponential noise
     ordered = np.sort(weights[weights > -np.inf])[::-1]
 
