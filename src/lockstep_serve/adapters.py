@@ -33,7 +33,11 @@ class LoadedFolder:
 
 
 class Adapters:
-    """The names of a model's adapters, and which of them the engine has loaded."""
+    """The names of a model's adapters, and which of them the engine has loaded.
+
+    Attributes:
+        lost: By name, why an adapter of the engine before is not in this one.
+    """
 
     _numbers = itertools.count()  # of loads, of all models
 
@@ -49,6 +53,7 @@ class Adapters:
         self._is_used = is_used
         self._loaded: dict[str, LoadedFolder] = {}  # since the server started, the least recently used first
         self._configured: Mapping[str, str] = {}  # {name: sha256} of the config's adapters
+        self.lost: dict[str, str] = {}
         self._link: EngineLink | None = None
         self._loading: dict[str, tuple[Path, asyncio.Task[None]]] = {}  # by name
         self._reloading: set[str] = set()  # names that the starting engine loads again
@@ -217,13 +222,21 @@ class Adapters:
 
     def engine_started(self, link: EngineLink, ready: Ready) -> list[str]:
         """Use a new engine; return a line for each adapter that it could not load again."""
-        lost = ready.lost_adapters.get(self._checkpoint, {})
-        for name in self._reloading - set(self._loaded) - set(lost):  # unloaded while it started
-            link.send(Unload(self.in_engine(name)))
+        lost = {**ready.lost_adapters.get(self._checkpoint, {})}
+        unloaded = self._reloading - set(self._loaded) - set(lost)  # while it started
         adapters = ready.adapters.get(self._checkpoint, {})
-        self._configured = {name: digest for name, digest in adapters.items() if name not in self._reloading}
+        for name, digest in self._configured.items():
+            actual = adapters.get(name, digest)
+            if actual != digest:
+                lost[name] = f"adapter {name!r}: expected sha256 {digest}, found {actual}"
+                unloaded.add(name)
+        left_out = self._reloading | set(lost)
+        self._configured = {name: digest for name, digest in adapters.items() if name not in left_out}
+        for name in unloaded:
+            link.send(Unload(self.in_engine(name)))
         for name in lost:
             self._loaded.pop(name, None)
+        self.lost = lost
         self._link = link
         return [f"an adapter is not loaded again: {line}" for line in lost.values()]
 

@@ -313,6 +313,10 @@ def _status(service: Service) -> dict[str, Any]:
     ready = service.ready
     counters = service.counters
     names = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "chunk_size")
+    lost_adapters = {}
+    for model in service.models.values():
+        for name, reason in model.adapters.lost.items():
+            lost_adapters[f"{model.name}:{name}"] = reason
     return {
         "model": service.name,
         "identity": ready.identity,
@@ -325,5 +329,6 @@ def _status(service: Service) -> dict[str, Any]:
         "chat": service.default.chat.fault is None,
         "weights": _weights(service),
         "step_sizes": ready.step_sizes,
+        "lost_adapters": lost_adapters,
         **_health(service),
     }

@@ -118,15 +118,18 @@ def _open(
             adapters_json=options.adapters,
             others=options.others,
             max_bound=options.max_bound,
+            restarted=options.restarted,
         ),
     )
     loader = None
     adapters: dict[str, dict[str, str]] = {}
-    lost_adapters = {}
+    lost_adapters: dict[str, dict[str, str]] = {}
     if model.adapters:
         manifests = {"": options.checkpoint, **{files.name: files.checkpoint for files in options.others}}
         loader = AdapterLoader(model.adapters, manifests, deliver)
         lost_adapters = loader.reload(options.loaded)
+        for checkpoint_name, lost in model.adapters.lost.items():
+            lost_adapters.setdefault(checkpoint_name, {}).update(lost)
         for adapter in model.adapters.loaded.values():
             checkpoint_name, name = split_adapter(adapter.name)
             adapters.setdefault(checkpoint_name, {})[name] = adapter.sha256

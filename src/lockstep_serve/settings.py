@@ -25,8 +25,8 @@ class EngineOptions:
     threads: of the CPU. kv_bytes: of the KV cache, or a fraction below 1 of the free memory. chunk_size,
     long_prefill_token_threshold: in tokens. grammar_seconds: of CPU time that a grammar may take to compile.
     speculative: the fields of `Speculative`, None for no drafts. log_level: see `start_log`. others: further
-    checkpoints, by the names of their models. max_bound: checkpoints that are in memory at a time. None elsewhere: the
-    default.
+    checkpoints, by the names of their models. max_bound: checkpoints that are in memory at a time. restarted: an
+    earlier engine process died. None elsewhere: the default.
     """
 
     engines: str
@@ -48,6 +48,7 @@ class EngineOptions:
     log_level: str = "info"
     others: Sequence[CheckpointFiles] = ()
     max_bound: int | None = None
+    restarted: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lockstep.errors import LockstepError
+from lockstep.errors import InputError, LockstepError
 from lockstep_serve.link import EngineLink
 from lockstep_serve.log import fault_of, log
 from lockstep_serve.spawn import EngineProcess
@@ -35,6 +35,7 @@ class Supervisor:
         """process: one that was started already, for the first engine."""
         self._service = service
         self._first_process = process
+        self._identity = ""  # of what the first engine was started with
         self.is_restarting = False
         self.crashes: deque[float] = deque()
 
@@ -43,14 +44,22 @@ class Supervisor:
         service = self._service
         adapters = [model.adapters for model in service.models.values()]
         loaded = list(itertools.chain.from_iterable(entry.to_load() for entry in adapters))
-        checkpoints = service.engine_options.others
+        options = replace(service.engine_options, loaded=loaded)
         if service.first_frame is not None:  # a model whose files were damaged meanwhile must not stop the others
             started = service.first_frame.others
-            checkpoints = [replace(files, weights_sha256=started[files.name][2]) for files in checkpoints]
-        options = replace(service.engine_options, loaded=loaded, others=checkpoints)
+            checkpoints = [replace(files, weights_sha256=started[files.name][2]) for files in options.others]
+            options = replace(options, others=checkpoints, restarted=True)
         process = self._first_process
         self._first_process = None
-        link, service.first_frame = await EngineLink.start(options, service.limits.start, process)
+        link, ready = await EngineLink.start(options, service.limits.start, process)
+        if ready.identity != (self._identity or ready.identity):
+            await link.stop()
+            raise InputError(
+                f"{options.weights}: expected engines and weights of when the server started, found others; put them "
+                "back, or start the server again"
+            )
+        self._identity = ready.identity
+        service.first_frame = ready
         for entry in adapters:
             for line in entry.engine_started(link, service.first_frame):
                 log.warning(line)

@@ -23,12 +23,16 @@ class Adapters:
 
     `residency` assigns an adapter to each request slot; `load` makes those resident. That writes their weights into
     arrays which the blocks of all networks read, so nothing is rebuilt.
+
+    Attributes:
+        lost: By checkpoint and name, why an adapter of an earlier process is not loaded.
     """
 
     def __init__(
         self, assembly: Assembly, slots: LoraSlots, networks: Sequence[Sequence[LoraArrays]], executor: Executor
     ):
         self.loaded: dict[str, LoadedAdapter] = {}
+        self.lost: dict[str, dict[str, str]] = {}
         self.residency = Residency(executor.num_slots, slots.max_adapters)
         self._slots = slots
         self.arrays = networks[0]
@@ -46,10 +50,11 @@ class Adapters:
         assembly: Assembly,
         networks: Sequence[Network],
         executor: Executor,
+        restarted: bool = False,
     ) -> Adapters | None:
         """Open the adapters of manifests, by checkpoint (None: start without adapters); None for a model without slots.
 
-        Raises InputError for an adapter that does not fit the graphs.
+        restarted: leave out those whose files are gone. Raises InputError for an adapter that does not fit the graphs.
         """
         slots = assembly.adapters
         paths = {checkpoint: path for checkpoint, path in manifests.items() if path is not None}
@@ -62,7 +67,8 @@ class Adapters:
             return None
         adapters = cls(assembly, slots, [lora_arrays(assembly, network) for network in networks], executor)
         for checkpoint, path in paths.items():
-            for name, adapter in open_adapters(path).items():
+            lost = adapters.lost.setdefault(checkpoint, {}) if restarted else None
+            for name, adapter in open_adapters(path, lost).items():
                 adapters.add(replace(adapter, name=adapter_of(checkpoint, name)))
         return adapters
 

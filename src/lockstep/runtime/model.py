@@ -45,7 +45,7 @@ class ModelOptions:
     memory. chunk_size: long prompts are computed in chunks that end at its multiples; by default 256 on a CPU, else 64.
     adapters_json: the manifest of its adapters. cut_of: an open model; if it has the same engines and weights,
     its bound layers are reused. others: further checkpoints that the engines run with. max_bound: checkpoints that are
-    in memory at a time; None: all.
+    in memory at a time; None: all. restarted: an earlier process served the same; what it had need not be there.
     """
 
     max_batch_size: int | None = None
@@ -59,6 +59,7 @@ class ModelOptions:
     cut_of: Model | None = None
     others: Sequence[CheckpointFiles] = ()
     max_bound: int | None = None
+    restarted: bool = False
 
 
 class Model:
@@ -111,7 +112,7 @@ class Model:
             paths = Path(files.assembly), Path(files.weights)
             checkpoints.append(Checkpoint(files.name, *paths, assembly, files.weights_sha256))
         bound = checkpoints[: options.max_bound]
-        if any(files.weights_sha256 for files in options.others):  # their files may be damaged
+        if options.restarted:  # the files of others may be damaged
             bound = [first] * len(bound)
         shared = None  # a draft that is a cut of the model: its layers are in memory already
         cut_of = options.cut_of
@@ -136,7 +137,7 @@ class Model:
         if executor is None:
             executor = HostExecutor(networks, num_slots, max_seq_len, chunk_size, host_bytes(kv_bytes))
         manifests = {"": options.adapters_json, **{files.name: files.adapters for files in options.others}}
-        adapters = Adapters.open(manifests, engines.assembly, networks, executor)
+        adapters = Adapters.open(manifests, engines.assembly, networks, executor, options.restarted)
         pool = Checkpoints(checkpoints, executor, binder.bind, bound)
         return cls(executor, max_num_tokens, engines, binder.num_layers, chunk_size, pool, adapters)
 

@@ -96,15 +96,23 @@ class AdapterWriter(Protocol):
         """Drop the result of `prepare` for an adapter that is not written any more."""
 
 
-def open_adapters(path: str | os.PathLike) -> dict[str, LoadedAdapter]:
-    """Read the adapters {name: matrices} of a manifest. Raises InputError where a file is absent or has changed."""
+def open_adapters(path: str | os.PathLike, lost: dict[str, str] | None = None) -> dict[str, LoadedAdapter]:
+    """Read the adapters {name: matrices} of a manifest.
+
+    lost: takes the names of those whose files are absent or have changed, and why; None: raise InputError for them.
+    """
     path = Path(path)
     manifest = AdaptersManifest.load(path)
     adapters = {}
     for name, adapter in sorted(manifest.adapters.items()):
         folder = manifest.folder_of(path, name)
-        check_stored(adapter.files, folder, "check the adapters again: run `lockstep run`")
-        adapters[name] = adapter_of_bytes(name, adapter, np.fromfile(folder / WEIGHTS, np.uint8), folder)
+        try:
+            check_stored(adapter.files, folder, "check the adapters again: run `lockstep run`")
+            adapters[name] = adapter_of_bytes(name, adapter, np.fromfile(folder / WEIGHTS, np.uint8), folder)
+        except InputError as error:
+            if lost is None:
+                raise
+            lost[name] = str(error)
     return adapters
 
 

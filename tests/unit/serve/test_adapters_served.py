@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 from lora_folders import LIGHT, TARGET, TUNED, tuned_lora, tuned_texts
 
+from lockstep.artifacts.adapters import AdaptersManifest
 from lockstep.cli.main import main
 from lockstep.runtime.target import open_model
 from lockstep.targets import Results
@@ -125,18 +128,28 @@ def test_tritons_requests_name_adapters(server: RealServer) -> None:
     assert status == 400 and "not supported by this server" in answer["error"]
 
 
-@pytest.mark.long
-def test_a_stream_with_an_adapter_goes_on_after_its_engine_was_killed(results: Results) -> None:
+def test_a_stream_with_an_adapter_goes_on_in_an_engine_that_lacks_another_one(results: Results, tmp_path: Path) -> None:
     extra = {"model": "demo-lora:captain", "ignore_eos": True}
-    with RealServer(results.root, target=TARGET) as server:
+    tree = Results(Path(shutil.copytree(results.root, tmp_path / "results", copy_function=os.link)))
+    path = tree.adapters("demo-lora")
+    manifest = AdaptersManifest.load(path)
+    folder = Path(shutil.copytree(manifest.folder_of(path, "shakespeare"), tmp_path / "shakespeare"))
+    moved = replace(manifest.adapters["shakespeare"], folder=str(folder))
+    AdaptersManifest({**manifest.adapters, "shakespeare": moved}).save(path)
+    with RealServer(tree.root, target=TARGET) as server:
         body = {"prompt": "Light", "max_tokens": 200, "temperature": 0, **extra}
         full = post(server, "/v1/completions", body)[1]["choices"][0]["text"]
         with server.opened("Light", 200, **extra) as events:
             reader = iter(events)
             text = next(reader)["choices"][0]["text"]
+            shutil.rmtree(folder)
             os.kill(server.engine_pid, signal.SIGKILL)
             text += "".join(event["choices"][0]["text"] for event in reader)
-        assert text == full and text.startswith(LIGHT["captain"]) and server.get("/status")["restarts"] == 1
+        status = server.get("/status")
+        assert text == full and text.startswith(LIGHT["captain"]) and status["restarts"] == 1
+        assert "expected" in status["lost_adapters"].pop("demo-lora:shakespeare") and not status["lost_adapters"]
+        assert "warning: an adapter is not loaded again" in server.stderr
+        assert server.request("POST", "/v1/completions", {"model": "demo-lora:shakespeare", "prompt": "a"})[0] == 404
 
 
 def test_generate_and_files_take_adapters(results: Results, tmp_path: Path) -> None:

@@ -224,6 +224,18 @@ def test_a_model_that_is_damaged_stops_no_other_and_a_dead_engine_none(
         assert status == 503 and b"found none; restore it" in body
         other_path.write_bytes(data)
         assert answers(server, "other") == alone["other"]
+        # Without the weights of the first one, which were converted anew, no engine starts.
+        first_path = copy.weights("demo-llama", "fp32")
+        first = WeightsManifest.load(first_path)
+        names = [f"model.layers.{number}.mlp.up_proj.weight" for number in range(2)]
+        moved = {**first.numbered, names[0]: first.numbered[names[1]]}
+        WeightsManifest(first.precision, first.files, moved).save(first_path)
+        os.kill(server.engine_pid, signal.SIGKILL)
+        refused = "weights.json: expected engines and weights of when the server started, found others"
+        server.wait_until(lambda _: refused in server.stderr)
+        first.save(first_path)
+        server.wait_until(lambda status: status["ready"])
+        check_together(server, alone)
 
 
 def open_checkpoints(tree: Path, first: str, others: list[str], max_bound: int | None = None) -> Model:
