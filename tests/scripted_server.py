@@ -43,6 +43,7 @@ class ScriptedServer:
         self.refusal: Callable[[int], tuple[int, str] | None] = lambda number: None
         self.pages: dict[str, tuple[bytes, dict[str, str]]] = {}
         self.status: dict[str, Any] = {}
+        self.status_code = 200
         self.connections = 0
         self._stalls: list[tuple[float, float]] = []
         self._loop = asyncio.new_event_loop()
@@ -108,6 +109,8 @@ class ScriptedServer:
         if path in self.pages:
             content, headers = self.pages[path]
             return _whole(writer, 200, content, headers)
+        if path == "/status" and self.status_code != 200:
+            return _whole(writer, self.status_code, b"{}")
         value = {"/v1/models": {"data": [{"id": "scripted"}]}, "/status": self.status}.get(path)
         _whole(
             writer, 404 if value is None else 200, json.dumps(value or {"error": {"message": f"no {path}"}}).encode()

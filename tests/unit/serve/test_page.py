@@ -270,6 +270,8 @@ def test_the_strip_follows_the_server(server: ScriptedServer, shown: Browser) ->
     shown.wait(f"{read} === '4|2|25%|draining'")
     server.status |= {"draining": False, "heartbeat_age": 42.4}
     shown.wait(f"{read} === '4|2|25%|no step for 42 s'")
+    server.status_code = 403  # of a key that opens some models alone
+    shown.wait(f"{read} === '-|-|-|' && at('model').textContent === 'scripted'")
     server.end()
     shown.wait(f"{read} === '-|-|-|not reachable'")
 
