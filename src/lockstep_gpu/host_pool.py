@@ -53,7 +53,7 @@ class HostPool:
         pieces_of = {key: _pieces(values) for key, values in tensors.items()}
         digests = _READERS.map(_digest, itertools.chain.from_iterable(pieces_of.values()))
         added: dict[bytes, Sequence[np.ndarray]] = {}
-        digest_of = {}
+        digest_of: dict[Hashable, bytes] = {}
         copies = []
         for key, pieces in pieces_of.items():
             digest = hashlib.sha256(b"".join(itertools.islice(digests, len(pieces)))).digest()
