@@ -102,7 +102,12 @@ def _sizes(shapes: Mapping[str, Sequence[int | str]], limits: Limits) -> list[Si
             sizes.append((dict.fromkeys(smallest, low), tuned, {**largest, "num_requests": high}))
         return sizes
     sizes = [one_row]
-    for low, high in [*ranges[1:], *prompt_ranges(requests, tokens)]:
+    ranges = [*ranges[1:], *prompt_ranges(requests, tokens)]
+    if "position_ids" in shapes:
+        # TensorRT 10.6 computes RoPE wrong in a profile of one size (records/tensorrt.md, Hunyuan).
+        sizes = [(smallest, smallest, {**smallest, "num_tokens": 2})]
+        ranges = [(min(low, high - 1), high) for low, high in ranges]
+    for low, high in ranges:
         tuned = {**best, "num_tokens": high}
         sizes.append(({**smallest, "num_tokens": low}, tuned, tuned))
     return [*sizes, any_size]

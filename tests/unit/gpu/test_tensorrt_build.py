@@ -101,6 +101,16 @@ def test_each_range_of_rows_has_a_profile_that_is_tuned_for_its_top():
     assert [profile["x0"] for profile in several] == [((low, 4), (64, 4), (74, 4)) for low in (1, 5, 9)]
 
 
+def test_a_block_that_applies_rope_has_no_profile_of_one_size():
+    """TensorRT 10.6 computes it wrong in one."""
+    rope = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["": 17]> g (int64[num_tokens] position_ids) => (int64[num_tokens] y) '
+        "{ y = Identity(position_ids) }"
+    )
+    found = [profile["position_ids"] for profile in profiles(rope, replace(LIMITS, max_batch_size=5))]
+    assert found == [((1,), (1,), (2,)), ((2,), (4,), (4,)), ((4,), (5,), (5,)), ((1,), (64,), (69,))]
+
+
 @pytest.mark.parametrize(("rows", "tokens", "ranges"), [
     (4, 512, []), (16, 2048, [(17, 512), (513, 1024)]), (256, 1000, [(257, 512)]), (512, 4096, [(513, 1024)]),
     (1024, 8192, []),

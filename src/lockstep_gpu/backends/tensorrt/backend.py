@@ -52,7 +52,7 @@ class TensorRTBackend(GpuBackend):
     name = "tensorrt"
     polygraphy = "--trt --strongly-typed"
     suffixes = (_PLAN, _GRAPH)
-    revision = 14
+    revision = 15
     precisions = ("fp32", "fp16", "bf16")
     takes_long = True
 
