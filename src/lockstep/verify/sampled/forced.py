@@ -37,3 +37,9 @@ def write_logits(model: Model, histories: Sequence[History], out: Path) -> None:
         logits[starts[token.request] + counts[token.request]] = token.logits
         counts[token.request] += 1
     logits.flush()
+
+
+def read_logits(path: Path, histories: Sequence[History]) -> dict[History, np.ndarray]:
+    """Return the rows of each history, mapped, of a file that `write_logits` wrote."""
+    ends = np.cumsum([len(answer) for _, answer in histories])
+    return dict(zip(histories, np.split(np.load(path, mmap_mode="r"), ends[:-1])))

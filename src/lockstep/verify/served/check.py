@@ -32,7 +32,7 @@ from lockstep.tolerances import Tolerances
 from lockstep.verify.golden.prompts import Prompt, first_difference, read_golden, read_reference, short
 from lockstep.verify.metrics import finish
 from lockstep.verify.sampled.answer import Answer
-from lockstep.verify.sampled.forced import History, write_logits
+from lockstep.verify.sampled.forced import History, read_logits, write_logits
 from lockstep.verify.sampled.texts import Texts
 from lockstep.verify.served.client import complete, gather, get
 from lockstep.verify.served.sampling import SamplingCheck
@@ -232,8 +232,7 @@ class _Check:
         with tempfile.TemporaryDirectory(prefix="lockstep-logits-") as folder:
             path = Path(folder, "logits.npy")
             write_logits(model, histories, path)
-            ends = np.cumsum([len(answer) for _, answer in histories])
-            return dict(zip(histories, np.split(np.load(path), ends[:-1])))
+            return read_logits(path, histories)
 
     async def _alone(self, how: str) -> _Phase:
         phase = _Phase()

@@ -23,7 +23,7 @@ from lockstep.runtime.model import Model
 from lockstep.verify.golden.prompts import Prompt
 from lockstep.verify.metrics import largest
 from lockstep.verify.sampled.answer import Answer
-from lockstep.verify.sampled.forced import History, write_logits
+from lockstep.verify.sampled.forced import History, read_logits, write_logits
 from lockstep.verify.sampled.judge import Bounds, ChoiceRequest, Verdict, judge, judge_tokens, without
 from lockstep.verify.sampled.rules import Rules
 from lockstep.verify.sampled.texts import Texts
@@ -183,11 +183,12 @@ class SamplingCheck:
         verdicts: dict[str, dict[tuple[History, int], Verdict]] = {}
         with tempfile.TemporaryDirectory(prefix="lockstep-logits-") as folder:
             path = Path(folder, "logits.npy")
+            rows: Mapping[History, np.ndarray] = {}
             if histories:
                 write_logits(model, histories, path)
-            rows = _Rows(path, histories)
+                rows = read_logits(path, histories)
             for received in entries:
-                logits = [rows.of(history) for history in received.histories]
+                logits = [rows[_hashable(history)] for history in received.histories]
                 by_answer = verdicts.setdefault(received.case, {})
                 same = _hashable(received.histories[-1]), received.request.choice  # whole, streamed, in a chat
                 if same not in by_answer:
@@ -198,19 +199,6 @@ class SamplingCheck:
                 self.failures += [f"{received.case}, {received.how}: {line}" for line in verdict.wrong]
                 by_answer[same] |= verdict
         return {name: _summed([*by_request.values()]) for name, by_request in verdicts.items()}
-
-
-class _Rows:
-    """Logits by history."""
-
-    def __init__(self, path: Path, histories: Sequence[History]):
-        if histories:
-            self._logits = np.load(path, mmap_mode="r")
-        ends = np.cumsum([len(answer) for _, answer in histories]).tolist()
-        self._slices = {history: slice(end - len(history[1]), end) for history, end in zip(histories, ends)}
-
-    def of(self, history: History) -> np.ndarray:
-        return self._logits[self._slices[_hashable(history)]]
 
 
 def _hashable(history: History) -> History:
