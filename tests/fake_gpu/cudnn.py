@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -51,14 +52,15 @@ def cudnn(gpu: Gpu) -> ModuleType:
         def sdpa(self, **settings):
             self.asked = SimpleNamespace(**settings)
             self.out = Tensor()
-            return self.out, None
+            self.log_sums = Tensor() if settings["generate_stats"] else None
+            return self.out, self.log_sums
 
         def get_workspace_size(self):
             return 512
 
         def execute(self, addresses, workspace, handle):
             gpu.plain += not gpu.capturing(handle["stream"])
-            gpu.put(handle["stream"], lambda: attend(gpu, self.asked, self.out, addresses, workspace))
+            gpu.put(handle["stream"], lambda: attend(gpu, self, addresses, workspace))
 
         def _accept(self, *modes):
             pass
@@ -75,10 +77,11 @@ def cudnn(gpu: Gpu) -> ModuleType:
     return module
 
 
-def attend(gpu: Gpu, operation: SimpleNamespace, out: Tensor, addresses: dict, workspace: int) -> None:
+def attend(gpu: Gpu, graph: Any, addresses: dict, workspace: int) -> None:
     """Attention over pages, of queries [requests, tokens, heads, dim]: packed where they have offsets; else all rows
     are touched, and those after a request's tokens spoiled."""
     gpu.bytes(workspace, 512)[:] = POISON
+    operation = graph.asked
     requests, heads, tokens, dim = operation.q.dim
     _, kv_heads, page, value_dim = operation.v.dim
 
@@ -109,7 +112,7 @@ def attend(gpu: Gpu, operation: SimpleNamespace, out: Tensor, addresses: dict, w
         if not 0 < count <= tokens or count > length:
             raise Fault(f"{count} new tokens of {length}, at most {tokens} expected")
         query = packed(operation.q, request, count, dim)
-        result = packed(out, request, count, value_dim)
+        result = packed(graph.out, request, count, value_dim)
         pages = table[request, : -(-length // page)]
         k, v = (
             cache[pages]
@@ -127,4 +130,8 @@ def attend(gpu: Gpu, operation: SimpleNamespace, out: Tensor, addresses: dict, w
         scores = np.where(is_visible, scores, -np.inf)
         shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
         result[:] = np.nan
+        if graph.log_sums is not None:
+            log_sums = read(graph.log_sums, (requests, heads, tokens))[request]
+            log_sums[:] = np.nan
+            log_sums[:, :count] = np.log(shares.sum(axis=-1)) + scores.max(axis=-1)
         result[:count] = np.einsum("hij,jhd->ihd", shares / shares.sum(axis=-1, keepdims=True), v)

@@ -93,6 +93,21 @@ def apply_rope(gpu: Gpu, tokens: int, k: SimpleNamespace) -> None:
         _write_pages(gpu, k, rows, positions, with_rope, value)
 
 
+def add_sinks(gpu: Gpu, tokens: int, k: SimpleNamespace) -> None:
+    """What attention_sinks.cu says."""
+    heads = k.KV_HEADS * k.GROUP
+    width = heads * k.VALUE_DIM
+    chunks = k.grid[1]
+    log_sums = gpu.array(k.log_sums, (chunks, heads, tokens), "f4")
+    offsets = gpu.array(k.out_offsets, (chunks,), "i4") // width
+    for chunk, count in enumerate(gpu.array(k.new_tokens, (chunks,), "i4").tolist()):
+        end = int(offsets[chunk]) + count
+        sinks = gpu.array(k.q, (end, heads, k.DIM + 1), NUMBERS[k.QK_KIND])[-count:, :, -1].astype(np.float32)
+        out = gpu.array(k.out, (end, heads, k.VALUE_DIM), NUMBERS[k.KIND])[-count:]
+        shares = 1 / (1 + np.exp(sinks - log_sums[chunk, :, :count].T))
+        out[:] = out.astype(np.float32) * shares[..., None]
+
+
 def _write_pages(
     gpu: Gpu, k: SimpleNamespace, rows: np.ndarray, positions: np.ndarray, keys_of: np.ndarray, values_of: np.ndarray
 ) -> None:
@@ -667,6 +682,7 @@ KERNELS: dict[str, Callable] = {
     "token_window": functools.partial(state_mixer, name="token_window"),
     "recurrence": functools.partial(state_mixer, name="recurrence"), "adapter_mask": adapter_mask,
     "all_reduce": all_reduce, "all_gather": all_gather, "apply_rope": apply_rope, "decode_attention": decode_attention,
+    "add_sinks": add_sinks,
     "write_pages": write_pages, "read_pages": read_pages, "advance": advance, "largest": largest, "choose": choose,
     "words": words, "quantize_rows": quantize_rows, "sort_by_expert": sort_by_expert,
 }  # fmt: skip

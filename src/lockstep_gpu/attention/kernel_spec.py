@@ -99,7 +99,7 @@ class AttentionKernelSpec:
         """Return whether the decode kernel runs prompts too, because not every cuDNN can."""
         if self.dtype == "float32":
             return True
-        return self.sinks or bool(self.softcap) or max(self.head_dim, self.value_dim) > 256
+        return bool(self.softcap) or max(self.head_dim, self.value_dim) > 256
 
     @property
     def options(self) -> tuple[str, ...]:

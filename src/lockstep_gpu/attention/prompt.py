@@ -21,8 +21,9 @@ from lockstep.errors import CheckError, note
 from lockstep.step.executable import Call
 from lockstep_gpu import cuda
 from lockstep_gpu.attention.base import PassTokens
-from lockstep_gpu.attention.kernel_spec import PAGE, AttentionKernelSpec, PagedTokens, page_shape
+from lockstep_gpu.attention.kernel_spec import PAGE, THREADS, AttentionKernelSpec, PagedTokens, page_shape
 from lockstep_gpu.attention.page_kernels import Fp8Pages
+from lockstep_gpu.kernels.library import including
 from lockstep_gpu.libraries import require_cudnn
 from lockstep_gpu.plan import LARGEST_BATCH, Chunks, padded_chunk
 from lockstep_gpu.staging import Staging
@@ -48,8 +49,8 @@ class _Batch:
 class PromptCall:
     """A call of cuDNN on some tokens of a pass.
 
-    arrays: inputs that depend on the chunks, by their name in cuDNN's graph. key: all that the call depends on, except
-    array contents; None: it can't be reused.
+    arrays: inputs that depend on the chunks, by their name in cuDNN's graph, and where outputs start. key: all that the
+    call depends on, except array contents; None: it can't be reused.
     """
 
     plan: CudnnPlan
@@ -87,6 +88,7 @@ class PromptAttention:
         widths = {spec.heads * spec.head_dim for spec in specs} | {spec.heads * spec.value_dim for spec in specs}
         self._offsets = {width: cuda.zeros((2 * rows,), "i4") for width in sorted(widths)}
         arrays = (self._new, self._lengths, self._table, *self._offsets.values())
+        self._no_offset = cuda.zeros((1,), "i4")
         self._staging = Staging(sum(array.nbytes for array in arrays), len(arrays))
         self._batches: list[_Batch] = []
         self._planned: dict[tuple[int, float], list[PromptCall]] = {}  # of this pass, by spec and scale
@@ -187,7 +189,8 @@ class PromptAttention:
                 _, _, low, high = self._chunks[number]
                 plan = _plan(replace(size, batch=1, tokens=padded_chunk(high - low)), self._stream)
                 key = (0, 0, batch.tokens) if is_alone else None
-                yield PromptCall(plan, slice(low, high), self._arrays(number, number + 1), key)
+                arrays = {**self._arrays(number, number + 1), "out_offsets": self._no_offset}
+                yield PromptCall(plan, slice(low, high), arrays, key)
 
     def _key(self, *sizes: int) -> tuple[int, ...] | None:
         if len(self._captured) < MAX_CAPTURED_SIZES:
@@ -284,12 +287,12 @@ class CudnnPlan:
         try:
             if packed:
                 inputs["query"].set_ragged_offset(inputs["query_offsets"])
-            out, _ = graph.sdpa(
+            out, log_sums = graph.sdpa(
                 name="attention",
                 q=inputs["query"],
                 k=inputs["keys"],
                 v=inputs["values"],
-                generate_stats=False,
+                generate_stats=spec.sinks,
                 attn_scale=size.scale,
                 use_padding_mask=True,
                 seq_len_q=inputs["new"],
@@ -305,6 +308,10 @@ class CudnnPlan:
             out.set_output(True).set_dim(layout["dim"]).set_stride(layout["stride"]).set_data_type(data_type)
             if packed:
                 out.set_ragged_offset(inputs["out_offsets"])
+            if spec.sinks:
+                log_sums.set_output(True).set_dim([batch, spec.heads, size.tokens, 1])
+                log_sums.set_stride([spec.heads * size.tokens, size.tokens, 1, 1])
+                log_sums.set_data_type(cudnn.data_type.FLOAT)
             graph.validate()
             graph.build_operation_graph()
             graph.create_execution_plans([cudnn.heur_mode.A])
@@ -321,6 +328,14 @@ class CudnnPlan:
         self._graph = graph
         self._handle = handle
         nbytes = max(1, graph.get_workspace_size())
+        self._stream = stream
+        self._sink_kernel: cuda.Kernel | None = None
+        if spec.sinks:
+            self._log_sums = log_sums.get_uid()
+            self._log_sums_at = -(-nbytes // 256) * 256  # in the workspace
+            self._grid = size.tokens, batch, 1
+            self._sink_kernel = cuda.compile_kernels(including("attention_sinks.cu"), spec.options)["add_sinks"]
+            nbytes = self._log_sums_at + 4 * batch * spec.heads * size.tokens
         workspace = CudnnPlan._workspaces.get(stream.handle)
         if workspace is None or workspace.nbytes < nbytes:
             # Plans with a smaller workspace keep it.
@@ -330,6 +345,18 @@ class CudnnPlan:
 
     def bind(self, call: PromptCall, query: cuda.Array, tokens: PagedTokens, out: cuda.Array) -> Call:
         arrays = {"query": query[call.tokens], "keys": tokens.keys, "values": tokens.values, **call.arrays}
-        addresses = {self._inputs[name]: array.address for name, array in arrays.items()}
+        addresses = {uid: arrays[name].address for name, uid in self._inputs.items()}
         addresses[self._out] = out[call.tokens].address
-        return lambda: self._graph.execute(addresses, self._workspace.address, handle=self._handle)
+        kernel = self._sink_kernel
+        if kernel is None:
+            return lambda: self._graph.execute(addresses, self._workspace.address, handle=self._handle)
+        log_sums = self._workspace[self._log_sums_at :]
+        addresses[self._log_sums] = log_sums.address
+        new, offsets = call.arrays["new"], call.arrays["out_offsets"]
+        sinks = tokens.query[call.tokens], out[call.tokens], log_sums, new, offsets
+
+        def attend() -> None:
+            self._graph.execute(addresses, self._workspace.address, handle=self._handle)
+            kernel.launch(self._stream, self._grid, THREADS, *sinks)
+
+        return attend
