@@ -26,7 +26,7 @@ from benchmarks.measure import deliver, read_json, surroundings
 from lockstep.artifacts.certificate import DIFFERS, LOOK_INTERVAL, Hypotheses, Question
 from lockstep.artifacts.files import sha256_file, write_bytes
 from lockstep.artifacts.places import FileEntry
-from lockstep.certify.answers import as_answers, read_tables
+from lockstep.certify.answers import as_answers, has_unknown_text, read_tables
 from lockstep.certify.client import Endpoint, Form, Token, token_id
 from lockstep.certify.likelihood import (
     EXCLUDED,
@@ -64,9 +64,9 @@ HEADER = f"""\
 
 `python -m benchmarks certify --write records`: recorded answers, drawn again, {ALONE} each time ({AT_ONCE} of those at
 once), that is of {REQUESTS} requests. "20", "5" and "1" are log-probabilities of each answer, "tokens" is their texts
-alone; "bound" is the upper 95 % bound of the largest rate of false alarms, "requests" the median with 20. The power
-that the command states is that of one way of each hypothesis: fp8 of activations too, and chats without template, where
-other ways show less in tokens alone. With `--model FOLDER --endpoint NAME=URL=MODEL --faulty FAULT=URL=MODEL --live
+alone; "bound" is the upper 95 % bound of the largest rate of false alarms, "requests" the median with 20, "unknown" of
+all answers those with a text that no candidate has. The power that the command states is that of the way of each
+hypothesis that shows least. With `--model FOLDER --endpoint NAME=URL=MODEL --faulty FAULT=URL=MODEL --live
 20` servers are recorded and certified too, as they are and through proxies that plant faults. [Servers of
 others](certify-peers.log) were certified by the command.
 """
@@ -125,9 +125,12 @@ class Judge:
         passes = {}
         upper = None
         median_requests = None
+        unknown_texts = 0
         for listed in LISTED:
             pairs = zip(recording.tokens, self._questions)
             tokens = [keep_likeliest(token, listed, question) for token, question in pairs]
+            are_unknown = map(has_unknown_text, self._questions, tokens, self._tables.values[PUBLISHED])
+            unknown_texts = max(unknown_texts, sum(are_unknown))
             likelihoods = log_likelihoods(self._members, as_answers(self._questions, tokens, self._tables))
             if not recording.fault:
                 self.stated[str(listed)] = self._power(likelihoods, listed)
@@ -148,6 +151,7 @@ class Judge:
             "passes": passes,
             "upper": upper,
             "median_requests": median_requests,
+            "unknown_texts": unknown_texts,
         }
 
     def _power(self, likelihoods: np.ndarray, listed: int) -> dict[str, float]:
@@ -299,11 +303,13 @@ def _section(record: Mapping[str, Any]) -> str:
     lines = [f"\n## {record['model']}\n"]
     lines += ["| as published, false alarms of | 20 | 5 | 1 | tokens | bound |", "|---|---:|---:|---:|---:|---:|"]
     honest = [row for row in record["rows"] if not row["fault"]]
+    if "unknown_texts" not in honest[0]:
+        lines.insert(1, "Of before: long questions were others, and the stated power was that of one way of each.\n")
     for row in honest:
         alarms = [row["alarms"][str(listed)] for listed in LISTED]
         lines.append(_row(f"{row['endpoint']}, {row['draws']:,} draws", *alarms, f"{row['upper']:.1e}"))
-    lines += ["", "| as published, and decided | 20 | 5 | 1 | tokens |", "|---|---:|---:|---:|---:|"]
-    lines += [_row(row["endpoint"], *_shares(row, "passes")) for row in honest]
+    lines += ["", "| as published, and decided | 20 | 5 | 1 | tokens | unknown |", "|---|---:|---:|---:|---:|---:|"]
+    lines += [_row(row["endpoint"], *_shares(row, "passes"), row.get("unknown_texts", "")) for row in honest]
     lines += ["", "| fault, power | 20 | 5 | 1 | tokens | requests |", "|---|---:|---:|---:|---:|---:|"]
     for row in record["rows"]:
         if row["fault"]:

@@ -20,7 +20,8 @@ TRUNCATED = f"the last {KEPT} tokens alone"
 CROSSED = "another request's answer, 1 in 4, at once"
 MANY = "another request's answer, 1 in 10"
 SOMETIMES = {MANY: 10, "another request's answer, 1 in 50": 50}
-FAULTS = (DRAWN, PENALTY, TEMPLATE, TRUNCATED, *SOMETIMES, CROSSED)
+UNKNOWN_TEXT = "a text that no candidate has, 1 in 10"
+FAULTS = (DRAWN, PENALTY, TEMPLATE, TRUNCATED, *SOMETIMES, CROSSED, UNKNOWN_TEXT)
 
 
 class Proxy(http.server.ThreadingHTTPServer):
@@ -70,6 +71,8 @@ class Proxy(http.server.ThreadingHTTPServer):
             self._last[path] = answer
             is_crowded = self._num_running > 1
             self._num_running -= 1
+        if self._fault == UNKNOWN_TEXT and number % 10 == 0:
+            return 200, json.dumps({"choices": [{"text": " 0x", "message": {"content": " 0x"}}]}).encode()
         every = SOMETIMES.get(self._fault, 4 if self._fault == CROSSED and is_crowded else 0)
         return previous if every and number % every == 0 else answer
 

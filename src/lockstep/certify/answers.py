@@ -5,6 +5,7 @@ In: hypotheses (`certify.tables`), and replies to their questions. Out: sums of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -33,9 +34,16 @@ from lockstep.certify.likelihood import (
     log_evidence,
     log_likelihoods,
     members,
+    members_at,
 )
 from lockstep.checkpoint.safetensors_header import read_header
 from lockstep.errors import InputError
+
+# Shares of answers with an unknown text: of endpoints as published, which write a token in another way at times, at
+# most (records/certify.md has 0 of 318 for each); and of one that passes with a probability of at most 1/1,000.
+_UNKNOWN_SHARE = 0.005
+_TOO_MANY_UNKNOWN = 0.1
+_LIKELY = math.log(20)  # a candidate is likely within as many nats of the likeliest
 
 
 def read_tables(path: Path, hypotheses: Hypotheses) -> Tables:
@@ -64,6 +72,7 @@ class Answered:
     evidence: float = -np.inf  # the most at any look
     likelihoods: Mapping[str, float] = field(default_factory=dict)
     trace: list[Mapping[str, float]] = field(default_factory=list)
+    num_unknown: int = 0  # replies of `has_unknown_text`
     _new: list[tuple[int, Token, bool, bool]] = field(default_factory=list)
     _valued: set[int] = field(default_factory=set)
 
@@ -75,6 +84,7 @@ class Answered:
     def add(self, number: int, reply: Reply) -> None:
         """Take a reply, and its answers to questions that its prompt begins with."""
         self.replies[number] = reply
+        self.num_unknown += has_unknown_text(self.questions[number], reply.token, self.tables.values[PUBLISHED][number])
         self._new.append((number, reply.token, True, number not in self._valued))
         self._valued.add(number)
         for other in beginnings(self.questions, number, len(reply.prompt)):
@@ -96,7 +106,7 @@ class Answered:
         self._new.clear()
         answers = as_answers([self.questions[number] for number in numbers], tokens, self.tables)
         chosen = np.where(is_chosen, answers.chosen, UNKNOWN)
-        all_members = [member.at(numbers) for member in self.members]
+        all_members = members_at(self.members, numbers)
         answers = Answers(answers.values, chosen, np.array(is_new), is_first=np.array(is_chosen))
         likelihoods = log_likelihoods(all_members, answers)
         self.sums = self.sums + likelihoods.sum(axis=1)
@@ -114,6 +124,13 @@ class Answered:
         """Return the hypotheses that another one excludes: a fault needs more than "as published" does."""
         limit = EXCLUDED if than == PUBLISHED else LIMIT
         return {name for name, value in self.likelihoods.items() if self.likelihoods[than] - value >= limit}
+
+    @property
+    def log_known(self) -> float:
+        """The log-likelihood ratio of few replies with unknown texts to too many."""
+        num_readable = len(self.replies) - self.num_unknown
+        ratio = num_readable * math.log((1 - _UNKNOWN_SHARE) / (1 - _TOO_MANY_UNKNOWN))
+        return ratio + self.num_unknown * math.log(_UNKNOWN_SHARE / _TOO_MANY_UNKNOWN)
 
     @property
     def best(self) -> str:
@@ -145,9 +162,7 @@ def as_answers(questions: Sequence[Question], tokens: Sequence[Token], tables: T
     values = np.full((len(tokens), tables.values[PUBLISHED].shape[1]), np.nan)
     chosen = np.full(len(tokens), UNKNOWN)
     for row, (question, token) in enumerate(zip(questions, tokens)):
-        places: dict[str | int, int] = {candidate: place for place, candidate in enumerate(question.tokens)}
-        for place, text in enumerate(question.texts):
-            places[text] = UNKNOWN if text in places else place
+        places = _places(question, token)
         for name, value in token.logprobs.items():
             if (place := _place(places, name)) >= 0:
                 values[row, place] = value
@@ -155,10 +170,38 @@ def as_answers(questions: Sequence[Question], tokens: Sequence[Token], tables: T
     return Answers(values, chosen)
 
 
+def has_unknown_text(question: Question, token: Token, published: np.ndarray) -> bool:
+    """Return whether a token's text tells nothing, though the texts of the likely candidates would.
+
+    published: log-probabilities of the candidates.
+    """
+    places = _places(question, token)
+    if _place(places, token.text) != UNKNOWN:
+        return False
+    likely = [question.texts[number] for number in np.flatnonzero(published >= published.max() - _LIKELY)]
+    return all(_place(places, text) != UNKNOWN and _plain(token.text) != text.strip() for text in likely)
+
+
+def _places(question: Question, token: Token) -> dict[str | int, int]:
+    """Return the candidates' numbers by id and by text, UNKNOWN for a text of several."""
+    places: dict[str | int, int] = {candidate: place for place, candidate in enumerate(question.tokens)}
+    for place, text in enumerate(question.texts):
+        spellings = {text}
+        if not token.logprobs:
+            spellings.add(text.strip())  # as some endpoints write a whole answer
+        for spelling in spellings:
+            places[spelling] = UNKNOWN if spelling in places else place
+    return places
+
+
+def _plain(name: str) -> str:
+    return name.replace("Ġ", " ").replace("▁", " ").replace("Ċ", "\n")
+
+
 def _place(places: Mapping[str | int, int], name: str) -> int:
     if (number := token_id(name)) is not None:
         return places.get(number, STRANGE)
-    text = name.replace("Ġ", " ").replace("▁", " ").replace("Ċ", "\n")
+    text = _plain(name)
     if not text or "\ufffd" in text or text.startswith(("bytes:", "<")):
         return UNKNOWN
     return places.get(text, UNKNOWN)  # endpoints write tokens in many ways

@@ -118,25 +118,36 @@ class Answers:
 
 @dataclass(frozen=True)
 class Member:
-    """One way of a hypothesis. means [questions, candidates], noise, the rms error of logits [questions].
+    """A case of a hypothesis. means [questions, candidates], noise, the rms error of logits [questions].
 
-    choices: log-probabilities that the token is chosen by, None for the endpoint's own. temperature: 0 is greedy.
-    share: of the requests, that are answered as the first member of `OTHER`.
+    way: the hypothesis, and after " / " which way of it. choices: log-probabilities that the token is chosen by, None
+    for the endpoint's own. temperature: 0 is greedy. share: of the requests, that are answered as the first member of
+    `OTHER`.
     """
 
-    hypothesis: str
+    way: str
     means: np.ndarray
     noise: np.ndarray
     choices: np.ndarray | None = None
     temperature: float = 0.0
     share: float = 0.0
 
-    def at(self, questions: Sequence[int]) -> Member:
-        rows = np.asarray(questions, int)
-        part = replace(self, means=self.means[rows], noise=self.noise[rows])
-        if self.choices is not None:
-            part = replace(part, choices=self.choices[rows])
-        return part
+    @property
+    def hypothesis(self) -> str:
+        return self.way.partition(" / ")[0]
+
+
+def members_at(members: Sequence[Member], questions: Sequence[int]) -> list[Member]:
+    """Return the members on some of the questions. Those that share an array share its part."""
+    rows = np.asarray(questions, int)
+    parts: dict[int, np.ndarray] = {}
+    at_rows = []
+    for member in members:
+        if id(member.means) not in parts:
+            parts[id(member.means)] = member.means[rows]
+        choices = None if member.choices is None else member.choices[rows]
+        at_rows.append(replace(member, means=parts[id(member.means)], noise=member.noise[rows], choices=choices))
+    return at_rows
 
 
 class ErrorModel:
@@ -163,19 +174,22 @@ class ErrorModel:
         log_gammas = np.array([math.lgamma((_NU + k) / 2) for k in self._k.tolist()])
         self._constant = log_gammas - math.lgamma(_NU / 2) - self._k / 2 * math.log(math.pi * _NU)
 
-    def fit(self, errors: np.ndarray, noise: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the mean square of errors [questions, candidates] by their variances, and the mean log variance."""
+    def along(self, errors: np.ndarray) -> np.ndarray:
+        """Return the errors [questions, candidates] along the eigenvectors."""
         listed = np.where(self._is_listed, np.take_along_axis(errors, self._places, axis=1), 0.0)
-        along = np.einsum("qji,qj->qi", self._eigenvectors, listed)
+        return np.einsum("qji,qj->qi", self._eigenvectors, listed)
+
+    def fit(self, along: np.ndarray, noise: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the mean square of errors along the eigenvectors by their variances, and the mean log variance."""
         square = np.square(noise)[:, None]
         variances = square * (self._eigenvalues + square * self._second) + _ROUNDING**2
         count = np.maximum(self.count, 1)
         mean_log = np.where(self._counts, np.log(variances), 0.0).sum(axis=1) / count
         return (np.square(along) / variances).sum(axis=1) / count, mean_log
 
-    def log_density(self, errors: np.ndarray, noise: np.ndarray) -> np.ndarray:
-        """Return the log density of errors [questions, candidates], 0 where none is listed."""
-        mean_square, mean_log = self.fit(errors, noise)
+    def log_density(self, along: np.ndarray, noise: np.ndarray) -> np.ndarray:
+        """Return the log density of errors along the eigenvectors, 0 where none is listed."""
+        mean_square, mean_log = self.fit(along, noise)
         k = self._k
         density = self._constant - k / 2 * mean_log - (_NU + k) / 2 * np.log1p(k / _NU * mean_square)
         return np.where(self.count > 0, density, 0.0)
@@ -184,10 +198,10 @@ class ErrorModel:
 def rms_difference(logprobs: np.ndarray, published: np.ndarray) -> np.ndarray:
     """Return the rms difference of logits to the published ones, of the likeliest candidates: [questions]."""
     model = ErrorModel(published, np.isfinite(published))
-    errors = _floored(logprobs) - _floored(published)
+    along = model.along(_floored(logprobs) - _floored(published))
     size = np.full(len(published), _OTHER_MODEL_RMS[0])
     for _ in range(_RMS_ITERATIONS):  # the errors' variances depend on it
-        mean_square, _ = model.fit(errors, size)
+        mean_square, _ = model.fit(along, size)
         size = size * np.sqrt(mean_square)
     return size
 
@@ -212,33 +226,35 @@ def members(tables: Tables) -> list[Member]:
             all_members.append(replace(member, noise=size * profile))
     published_members = [*all_members]
     for name, means in tables.values.items():
-        hypothesis = name.partition(" / ")[0]
         if name == PENALTY:
             # Endpoints give log-probabilities of before the penalty, or of after it.
-            all_members += [replace(member, hypothesis=PENALTY, choices=means) for member in usual]
-            all_members += [replace(member, hypothesis=PENALTY, means=means) for member in usual]
+            all_members += [replace(member, way=PENALTY, choices=means) for member in usual]
+            all_members += [replace(member, way=f"{PENALTY} / before", means=means) for member in usual]
         elif name != PUBLISHED:
-            all_members += [replace(member, hypothesis=hypothesis, means=means) for member in usual]
-            if name == hypothesis:
+            all_members += [replace(member, way=name, means=means) for member in usual]
+            if " / " not in name:
                 # Another way of doing the same, as another quantiser, is as far away in another direction. Of further
                 # tables each may look like bf16's noise, and then honest endpoints stay undecided.
                 away = rms_difference(means, published)
                 for member in usual:
                     noise_away = np.hypot(member.noise, away)
-                    all_members.append(replace(member, hypothesis=hypothesis, noise=noise_away))
+                    all_members.append(replace(member, way=name, noise=noise_away))
     for temperature in _TEMPERATURES:
-        all_members += [replace(member, hypothesis=SAMPLER, temperature=temperature) for member in usual]
+        way = f"{SAMPLER} / at {temperature}"
+        all_members += [replace(member, way=way, temperature=temperature) for member in usual]
         if temperature != 1:
             processed = _log_softmax(published / temperature)
             # Log-probabilities of after the temperature.
-            all_members += [replace(member, hypothesis=SAMPLER, means=processed, temperature=1.0) for member in usual]
+            all_members += [
+                replace(member, way=f"{way}, processed", means=processed, temperature=1.0) for member in usual
+            ]
     everywhere = np.ones(len(published))
     revisions = [Member(OTHER, published, size * everywhere) for size in _OTHER_MODEL_RMS]
     # Multiples of fp16's noise would be as large as bf16's.
-    revisions += [Member(OTHER, published, factor * noise["bf16"]) for factor in _REVISION_FACTORS]
+    revisions += [Member(f"{OTHER} / near", published, factor * noise["bf16"]) for factor in _REVISION_FACTORS]
     all_members += revisions
     for name, share in _FAULTY_SHARES.items():
-        all_members += [replace(member, hypothesis=name, share=share) for member in published_members]
+        all_members += [replace(member, way=name, share=share) for member in published_members]
     return all_members
 
 
@@ -249,10 +265,19 @@ def log_likelihoods(members: Sequence[Member], answers: Answers) -> np.ndarray:
     """
     error_model = ErrorModel(members[0].means, np.isfinite(answers.values))
     names = np.array([member.hypothesis for member in members])
+    has_value = np.isfinite(answers.values)
     likelihoods = np.zeros((len(members), len(answers.chosen)))
+    errors: dict[int, np.ndarray] = {}  # of each array of means, along the eigenvectors
     for row, member in enumerate(members):
-        if not member.share:
-            likelihoods[row] = _log_density(member, answers, error_model) + _log_choice(member, answers)
+        if member.share:
+            continue
+        likelihoods[row] = _log_choice(member, answers)
+        if has_value.any():
+            if id(member.means) not in errors:
+                differences = np.where(has_value, answers.values - _floored(member.means), 0.0)
+                errors[id(member.means)] = error_model.along(differences)
+            density = error_model.log_density(errors[id(member.means)], member.noise)
+            likelihoods[row] += np.where(answers.is_new, density, 0.0)
     firsts = np.flatnonzero(np.broadcast_to(answers.is_first, answers.chosen.shape))
     right = np.add.reduceat(likelihoods[names == PUBLISHED], firsts, axis=1)
     faulty = np.add.reduceat(likelihoods[names == OTHER][0], firsts)
@@ -282,11 +307,6 @@ def log_evidence(likelihoods: Mapping[str, np.ndarray]) -> np.ndarray:
     """Return the logarithm of the evidence against "as published"."""
     alternatives = [value for name, value in likelihoods.items() if name != PUBLISHED]
     return _log_mean_exp(np.stack(alternatives)) - likelihoods[PUBLISHED]
-
-
-def _log_density(member: Member, answers: Answers, error_model: ErrorModel) -> np.ndarray:
-    errors = np.where(np.isfinite(answers.values), answers.values - _floored(member.means), 0.0)
-    return np.where(answers.is_new, error_model.log_density(errors, member.noise), 0.0)
 
 
 def _log_choice(member: Member, answers: Answers) -> np.ndarray:
@@ -336,8 +356,11 @@ def penalised(row: np.ndarray, ids: Sequence[int], penalty: float) -> np.ndarray
     return changed
 
 
-def simulated(member: Member, listed: int, random: np.random.Generator) -> Answers:
-    """Return answers to each question by an endpoint of which a member is true. listed: log-probabilities it gives."""
+def simulated(member: Member, listed: int | np.ndarray, random: np.random.Generator) -> Answers:
+    """Return answers to each question by an endpoint of which a member is true.
+
+    listed: how many log-probabilities it gives, for all questions or [questions].
+    """
     spread = np.sqrt(random.chisquare(_NU, len(member.means)) / _NU)
     errors = random.standard_normal(member.means.shape) * (member.noise / spread)[:, None]
     probabilities = np.exp(member.means)
@@ -347,7 +370,7 @@ def simulated(member: Member, listed: int, random: np.random.Generator) -> Answe
     if member.temperature:
         choices = choices / member.temperature + random.gumbel(size=choices.shape)
     chosen = choices.argmax(axis=1)
-    is_listed = np.argsort(np.argsort(-values, axis=1), axis=1) < listed
+    is_listed = np.argsort(np.argsort(-values, axis=1), axis=1) < np.asarray(listed)[..., None]
     return Answers(np.where(is_listed & np.isfinite(values), values, np.nan), chosen)
 
 
@@ -370,16 +393,18 @@ def resampled(
 
 
 def power(
-    members: Sequence[Member], true: Member, listed: int, requests: int, names: Collection[str]
+    members: Sequence[Member], true: Member, listed: int | np.ndarray, requests: int, names: Collection[str]
 ) -> dict[str, float]:
     """Return for the hypotheses `names` the chance that `requests` requests show that an endpoint is not as published.
 
-    true: the member of "as published" that fits best, whose noise the endpoint has. Of each hypothesis' first member.
+    true: the member of "as published" that fits best, whose noise the endpoint has. listed: see `simulated`. That of
+    the way of each hypothesis that shows least.
     """
     random = np.random.default_rng(0)
-    chances = {}
-    for member in members:
-        if member.hypothesis in chances or member.hypothesis == PUBLISHED or member.hypothesis not in names:
+    first_members = {member.way: member for member in reversed(members)}
+    chances: dict[str, float] = {}
+    for member in first_members.values():
+        if member.hypothesis == PUBLISHED or member.hypothesis not in names:
             continue
         noise = member.noise if member.hypothesis == OTHER else true.noise
         answers = simulated(replace(member, noise=noise), listed, random)
@@ -392,5 +417,5 @@ def power(
             answers = Answers(values, np.where(is_faulty, faulty.chosen, answers.chosen))
         batches = resampled(members, log_likelihoods(members, answers), requests, _DRAWS)
         alarms = [(log_evidence(batch) >= LIMIT).any(axis=1) for batch in batches]
-        chances[member.hypothesis] = float(np.mean(alarms))
+        chances[member.hypothesis] = min(float(np.mean(alarms)), chances.get(member.hypothesis, 1.0))
     return chances

@@ -8,17 +8,27 @@ published" is, or the requests are used up. The remaining ones ask the same ques
 from __future__ import annotations
 
 import datetime
+import itertools
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
-from lockstep.artifacts.certificate import AS_PUBLISHED, CHAT, DIFFERS, UNDECIDED, Certificate, Hypotheses, Question
+from lockstep.artifacts.certificate import (
+    AS_PUBLISHED,
+    CHAT,
+    COMPLETION,
+    DIFFERS,
+    UNDECIDED,
+    Certificate,
+    Hypotheses,
+    Question,
+)
 from lockstep.artifacts.files import sha256_file
 from lockstep.certify.answers import Answered, beginnings, read_tables
 from lockstep.certify.client import Endpoint, Form, FormRefused, NotServed, Reply, Spent, TooLong
-from lockstep.certify.likelihood import LIMIT, OTHER, PUBLISHED, RARE, SOME, Tables, power
+from lockstep.certify.likelihood import EXCLUDED, LIMIT, OTHER, PUBLISHED, RARE, SOME, Tables, members_at, power
 from lockstep.errors import InputError
 from lockstep.progress import steps
 
@@ -117,13 +127,23 @@ class _Session:
         if answered.evidence >= LIMIT:
             others = answered.likelihoods.keys() - {answered.best, OTHER, SOME, RARE}
             return others <= answered.excluded(answered.best)
-        return bool(self.testable) and self.testable <= answered.excluded()
+        return self.is_as_published(answered)
+
+    def is_as_published(self, answered: Answered) -> bool:
+        """Return whether "as published" excludes what it must, too many unknown texts too."""
+        limit = 0.0 if self.most_requests < _REQUESTS_TO_EXCLUDE[SOME] else EXCLUDED
+        return bool(self.testable) and self.testable <= answered.excluded() and answered.log_known >= limit
 
     def _power(self, answered: Answered, total: int, names: Collection[str]) -> dict[str, float]:
         """Return the power of `total` answers like those so far against the hypotheses `names`."""
         kinds = [number for number, question in enumerate(self.questions) if question.kind not in self.skipped]
-        served = [member.at(kinds) for member in answered.members]
-        listed = round(float(np.median([len(reply.token.logprobs) for reply in answered.replies.values()])))
+        served = members_at(answered.members, kinds)
+        counts: dict[str, list[int]] = {CHAT: [], COMPLETION: []}
+        for number, reply in answered.replies.items():
+            counts[self.questions[number].kind].append(len(reply.token.logprobs))
+        # Questions that are left get as many as those of their kind that were answered, in turn.
+        turns = {kind: itertools.cycle(numbers or [0]) for kind, numbers in counts.items()}
+        listed = np.array([next(turns[self.questions[number].kind]) for number in kinds])
         count = sum(member.hypothesis == PUBLISHED for member in served)
         best = served[int(np.argmax(answered.sums[:count]))]
         return power(served, best, listed, total, names)
@@ -174,7 +194,7 @@ def certify(endpoint: Endpoint, hypotheses_json: Path, company: bool = True) -> 
         verdict = DIFFERS
         if answered.evidence < LIMIT:
             best = COMPANY
-    elif best == PUBLISHED and session.testable and session.testable <= excluded:
+    elif best == PUBLISHED and session.is_as_published(answered) and crowded.log_known >= 0:
         verdict = AS_PUBLISHED
     answers = [
         {"question": number, "text": reply.token.text, "logprobs": dict(reply.token.logprobs)}
@@ -189,7 +209,7 @@ def certify(endpoint: Endpoint, hypotheses_json: Path, company: bool = True) -> 
         began=began,
         hypotheses=sha256_file(hypotheses_json),
         reference=hypotheses.reference,
-        evidence=_evidence(answered),
+        evidence=_evidence(answered, answered.num_unknown + crowded.num_unknown),
         requests=requests - endpoint.remaining,
         verdict=verdict,
         best=best,
@@ -204,12 +224,16 @@ def certify(endpoint: Endpoint, hypotheses_json: Path, company: bool = True) -> 
     )
 
 
-def _evidence(answered: Answered) -> str:
+def _evidence(answered: Answered, num_unknown: int) -> str:
     replies = answered.replies.values()
-    count = max(len(reply.token.logprobs) for reply in replies)
-    if count == 0:
-        return "tokens alone"
-    words = f"log-probabilities of up to {count} tokens"
+    counts = [len(reply.token.logprobs) for reply in replies]
+    words = "tokens alone"
+    if any(counts):
+        words = f"log-probabilities of up to {max(counts)} tokens"
+    if 0 in counts and any(counts):
+        words += f" in {sum(count > 0 for count in counts)} of {len(counts)} answers"
     if any(reply.prompt for reply in replies):
         words += ", of prompts too"
+    if num_unknown:
+        words += f", {num_unknown} unknown texts"
     return words

@@ -2,8 +2,9 @@
 
 In: a checkpoint, and golden's reference of it. Out: questions, prompts of golden's kind that a token shall follow, and
 the log-probabilities of candidates for it under each hypothesis. Questions are golden's prompts and answers, and
-answers drawn from the model, cut mostly where it is undecided, which tells most; long texts of these, also cut where a
-repetition penalty changes the answer; and chats, where the tokenizer has a template.
+answers drawn from the model, cut mostly where it is undecided, which tells most; long texts of these, cut where a
+repetition penalty changes the answer, or where it depends on the text's beginning; and chats, where the tokenizer has a
+template.
 """
 
 from __future__ import annotations
@@ -42,11 +43,12 @@ _NUM_OTHERS = 20  # of each hypothesis
 _TEMPERATURES = (1.0, 2.0)  # that an answer to each prompt is drawn at
 _DRAWN_TOKENS = 48
 _UNDECIDED = 0.75  # of the questions
-_NUM_LONG = 32
+_NUM_FAR = 32  # long ones whose answer depends on tokens that are far back
 _NUM_REPEATING = 32  # long ones of which a repetition penalty changes the answer: of short ones 1 in 100
 _NUM_LONG_TEXTS = 16
 _MIN_LONG_TOKENS = 64  # tokens
 _LONG_TOKENS = 256
+_END = 8  # a part of a long text: an eighth
 _LENGTHS = (32, 64, 128)  # tokens of a truncated context
 _NUM_CHATS = 32
 _MIN_TOKENS = 4  # tokens of a question
@@ -129,9 +131,12 @@ def _cuts(
     mixed_places = [places[number] for number in torch.randperm(len(places), generator=generator).tolist()]
     completions = [*dict.fromkeys(undecided + _readable(tokenizer, mixed_places, 2 * count))][:count]
     completions = [completions[number] for number in torch.randperm(len(completions), generator=generator).tolist()]
-    long_places = _undecided_first(model, _long_texts(model, tokenizer, sequences), _MIN_LONG_TOKENS)
+    long_texts = _long_texts(model, tokenizer, sequences)
+    long_places = _undecided_first(model, long_texts, _MIN_LONG_TOKENS)
     repeating = [place for place in long_places if place.repeats]
-    longs = _readable(tokenizer, repeating, _NUM_REPEATING) + _readable(tokenizer, long_places, _NUM_LONG)
+    longs = _readable(tokenizer, repeating, _NUM_REPEATING) + _readable(
+        tokenizer, _far_first(model, long_texts), _NUM_FAR
+    )
     chats = []
     if tokenizer.chat_template:
         chats = [_chat(tokenizer, cut.text) for cut in completions[:_NUM_CHATS]]
@@ -143,14 +148,32 @@ def _cuts(
 def _long_texts(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sequences: Sequence[tuple[int, ...]]
 ) -> list[tuple[int, ...]]:
-    """Return the ids of texts of all sequences, each with another one first."""
+    """Return the ids of texts of all sequences, each with another one first, and at its end its beginning once more."""
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 4 * _LONG_TOKENS
+    length = min(_LONG_TOKENS, context // 4)
     texts = [_text(tokenizer, sequence) for sequence in sequences]
     long_texts = []
     for first in range(min(len(texts), _NUM_LONG_TEXTS)):
         ids = tokenizer("\n".join(texts[first:] + texts[:first]))["input_ids"]
-        long_texts.append(tuple(ids[: min(_LONG_TOKENS, context // 4)]))
+        text = _text(tokenizer, ids[: length - length // _END])
+        beginning = _text(tokenizer, ids[: length // _END])
+        long_texts.append(tuple(tokenizer(f"{text}\n{beginning}")["input_ids"][:length]))
     return long_texts
+
+
+def _far_first(model: PreTrainedModel, long_texts: Sequence[tuple[int, ...]]) -> list[_Place]:
+    """Return the places in the ends of long texts, first the one whose next token depends most on the beginning."""
+    dependence = {}
+    for sequence in steps(long_texts, "hypotheses: long questions", "texts"):
+        end = len(sequence) // _END
+        left_out = 3 * end
+        counts = range(len(sequence) - end + 1, len(sequence) + 1)
+        logits, _ = logits_after(model, sequence, counts)
+        truncated, _ = logits_after(model, sequence[left_out:], [count - left_out for count in counts])
+        for count in counts:
+            difference = _probabilities(logits[count]) - _probabilities(truncated[count - left_out])
+            dependence[_Place(sequence, count, False)] = float(np.abs(difference).sum())
+    return sorted(dependence, key=lambda place: -dependence[place])
 
 
 def _undecided_first(
@@ -161,11 +184,15 @@ def _undecided_first(
     for sequence in steps(sequences, "hypotheses: questions", "texts"):
         logits, _ = logits_after(model, sequence, range(shortest, len(sequence) + 1))
         for count, row in logits.items():
-            probabilities = np.exp(row.astype(np.float64) - row.max())
             repeats = penalised(row, sequence[:count], _REPETITION_PENALTY).argmax() != row.argmax()
             place = _Place(sequence, count, bool(repeats))
-            certainty[place] = float(np.square(probabilities / probabilities.sum()).sum())
+            certainty[place] = float(np.square(_probabilities(row)).sum())
     return sorted(certainty, key=lambda place: certainty[place])
+
+
+def _probabilities(row: np.ndarray) -> np.ndarray:
+    probabilities = np.exp(row.astype(np.float64) - row.max())
+    return np.asarray(probabilities / probabilities.sum())
 
 
 def _readable(tokenizer: PreTrainedTokenizerBase, places: Sequence[_Place], limit: int) -> list[_Cut]:

@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from benchmarks.certify_proxy import CROSSED, MANY, Proxy
+from benchmarks.certify_proxy import CROSSED, MANY, UNKNOWN_TEXT, Proxy
 from click.testing import CliRunner
 
-from lockstep.artifacts.certificate import AS_PUBLISHED, CHAT, DIFFERS, Certificate, Hypotheses
+from lockstep.artifacts.certificate import AS_PUBLISHED, CHAT, DIFFERS, UNDECIDED, Certificate, Hypotheses
 from lockstep.certify import run
 from lockstep.certify.answers import read_tables
 from lockstep.certify.client import Endpoint, Form
@@ -42,15 +42,19 @@ def test_a_server_of_the_model_is_as_published(server: RealServer, hypotheses: P
     assert Certificate.load(tmp_path / "certificate.json") == certificate
 
 
-@pytest.mark.parametrize(("fault", "names"), [(MANY, (SOME, RARE)), (CROSSED, (COMPANY,))])
-def test_answers_to_other_requests_are_found(
-    server: RealServer, hypotheses: Path, fault: str, names: tuple[str, ...]
+@pytest.mark.parametrize(
+    ("fault", "verdict", "names"),
+    [(MANY, DIFFERS, (SOME, RARE)), (CROSSED, DIFFERS, (COMPANY,)), (UNKNOWN_TEXT, UNDECIDED, (PUBLISHED,))],
+)
+def test_faults_in_some_answers_are_found(
+    server: RealServer, hypotheses: Path, fault: str, verdict: str, names: tuple[str, ...]
 ) -> None:
     path = hypotheses / "hypotheses" / "all.json"
     with Proxy(server.url, fault, Hypotheses.load(path).questions) as proxy:
         certificate = certify(Endpoint(f"{proxy.url}/v1", "demo-llama", None, 60, 0, 180), path)
-    assert certificate.verdict == DIFFERS and certificate.best in names, certificate.line
+    assert certificate.verdict == verdict and certificate.best in names, certificate.line
     assert certificate.holds != "bits hold"
+    assert fault != UNKNOWN_TEXT or "unknown texts" in certificate.line
 
 
 def test_tokens_alone_decide_less_and_the_power_says_so(

@@ -24,6 +24,8 @@ from lockstep.certify.likelihood import (
     log_evidence,
     log_likelihoods,
     members,
+    members_at,
+    power,
     resampled,
     simulated,
 )
@@ -112,6 +114,15 @@ def test_a_fault_takes_as_many_requests_whatever_each_answers(tables: Tables) ->
     assert by_number[SOME] == pytest.approx(by_number[PUBLISHED] + 10 * np.log(0.9))
 
 
+def test_the_stated_power_is_that_of_the_weakest_way(tables: Tables) -> None:
+    near = tables.values[PUBLISHED] + 1e-5 * np.random.default_rng(6).standard_normal((QUESTIONS, CANDIDATES))
+    all_members = members(Tables({**tables.values, "int4 / near": log_softmax(near)}, tables.noise))
+    listed = np.where(np.arange(QUESTIONS) < QUESTIONS // 2, 0, 5)
+    assert (np.isfinite(simulated(all_members[0], listed, np.random.default_rng(0)).values).sum(axis=1) == listed).all()
+    assert power(members(tables), all_members[0], listed, 100, ["int4"])["int4"] == 1
+    assert power(all_members, all_members[0], listed, 100, ["int4"])["int4"] < 0.5
+
+
 def test_answers_that_are_left_out_change_nothing(tables: Tables) -> None:
     answers = simulated(members(tables)[0], 20, np.random.default_rng(4))
     ratios = log_ratios(tables, answers)
@@ -119,7 +130,7 @@ def test_answers_that_are_left_out_change_nothing(tables: Tables) -> None:
     odd = range(1, QUESTIONS, 2)
     parts = []
     for rows in (half, odd):
-        all_members = [member.at(rows) for member in members(tables)]
+        all_members = members_at(members(tables), rows)
         part = Answers(answers.values[list(rows)], answers.chosen[list(rows)])
         parts.append(log_likelihoods(all_members, part).sum(axis=1))
     assert by_hypothesis(members(tables), parts[0] + parts[1]) == pytest.approx(ratios)
