@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from lockstep.errors import InputError
 
 _CUDNN = "expected the Python package nvidia-cudnn-frontend and the library cuDNN 9, which compute attention"
-_CUBLAS = ("libcublasLt.so.12", "libcublasLt.so.13")
-_CUBLAS_FOLDERS = ("nvidia/cublas/lib", "nvidia/cu13/lib")
 
 
 def require_cudnn(instead: str = "") -> Any:
@@ -77,30 +73,25 @@ def require_nvrtc() -> None:
 
 
 def require_cublas() -> Any:
-    """Return cuBLASLt from `site-packages/nvidia`, else from the loader's path. Raises InputError if it is missing."""
-    for name in (*_cublas_wheels(), *_CUBLAS):
-        with contextlib.suppress(OSError):
-            return open_library(name)
-    raise InputError(
-        "expected the library cuBLAS 12 or 13, which multiplies with weights, found none; install nvidia-cublas for "
-        "this Python, or name its folder in LD_LIBRARY_PATH"
-    )
+    """Return `nvmath.bindings.cublasLt`. Raises InputError if it or cuBLAS is missing."""
+    try:
+        from nvmath.bindings import cublasLt
 
-
-def _cublas_wheels() -> list[str]:
-    """Return the files of cuBLASLt that wheels have installed."""
-    files = []
-    for entry in filter(None, sys.path):
-        for folder in _CUBLAS_FOLDERS:
-            files += [Path(entry) / folder / name for name in _CUBLAS]
-    return [str(file) for file in files if file.is_file()]
+        cublasLt.get_version()
+    except (ImportError, RuntimeError) as error:
+        raise InputError(
+            "expected the package nvmath-python and the library cuBLAS 12 or 13, which multiplies with weights, found: "
+            f"{_line(error)}; install nvidia-cublas for this Python, or name its folder in LD_LIBRARY_PATH"
+        ) from None
+    return cublasLt
 
 
 def library_versions() -> dict[str, str]:
     """Return the versions of cublas, cudnn and nvrtc; libraries that are missing are left out."""
     versions = {}
     with contextlib.suppress(InputError):
-        versions["cublas"] = _cublas_version(require_cublas())
+        cublas = require_cublas()
+        versions["cublas"] = ".".join(str(cublas.get_property(level)) for level in range(3))  # libraryPropertyType
     with contextlib.suppress(ImportError, OSError, RuntimeError, AssertionError):
         with _without_torch():
             import cudnn
@@ -111,22 +102,6 @@ def library_versions() -> dict[str, str]:
 
         versions["nvrtc"] = ".".join(map(str, nvrtc.nvrtcVersion()[1:]))
     return versions
-
-
-def _cublas_version(library: Any) -> str:
-    """Return "major.minor.patch" (library_types.h: libraryPropertyType)."""
-    value = ctypes.c_int()
-    numbers = []
-    for level in range(3):
-        if library.cublasLtGetProperty(level, ctypes.byref(value)):
-            raise InputError("cuBLAS: expected its version, found none; install another")
-        numbers.append(str(value.value))
-    return ".".join(numbers)
-
-
-def open_library(name: str) -> Any:
-    """Open a shared library through ctypes. Raises OSError if it is missing."""
-    return ctypes.CDLL(name)
 
 
 def _line(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""A fake GPU: CUDA, TensorRT and cuDNN on a machine without a GPU, on which all of this project's code runs as it is.
+"""A fake GPU: CUDA, TensorRT, cuBLAS and cuDNN on a machine without one, on which all of our code runs as it is.
 
 `installed` puts it in place; tests take it by the fixture `gpu`.
 
@@ -40,7 +40,7 @@ import lockstep_gpu.compute_capability as driver
 from fake_gpu import cublas_lt, cuda, cudnn, tensorrt
 from fake_gpu.device import Fault, Gpu
 from lockstep.provenance.code_identity import SOURCES
-from lockstep_gpu import kernel_cache, libraries
+from lockstep_gpu import kernel_cache
 from lockstep_gpu.backends.tensorrt.compat import TENSORRT
 
 __all__ = ["Fault", "Gpu", "installed"]
@@ -67,7 +67,11 @@ def installed(version: str = "10.6.0", name: str = "tensorrt") -> Iterator[Gpu]:
     outer.bindings = bindings
     modules = {"cuda": outer, "cuda.bindings": bindings, "cudnn": cudnn.cudnn(gpu)}
     modules |= {f"cuda.bindings.{name}": part for name, part in parts.items()}
-    fake_cublas = cublas_lt.cublas_lt(gpu)
+    nvmath = ModuleType("nvmath")
+    nvmath.bindings = ModuleType("nvmath.bindings")
+    nvmath.bindings.cublasLt = cublas_lt.cublas_lt(gpu)
+    modules |= {"nvmath": nvmath, "nvmath.bindings": nvmath.bindings}
+    modules["nvmath.bindings.cublasLt"] = nvmath.bindings.cublasLt
     with contextlib.ExitStack() as stack:
         if name != "cuda":
             api = modules["tensorrt"] = tensorrt.tensorrt(gpu, version)
@@ -84,7 +88,6 @@ def installed(version: str = "10.6.0", name: str = "tensorrt") -> Iterator[Gpu]:
         before = {name: _remove(name) for name in (*modules, *bound())}
         sys.modules.update(modules)
         stack.enter_context(mock.patch.object(driver, "ask_driver", lambda: CAPABILITY))
-        stack.enter_context(mock.patch.object(libraries, "open_library", lambda name: fake_cublas))
         cache = stack.enter_context(tempfile.TemporaryDirectory())  # fakes of kernels, which no real GPU may load
         stack.enter_context(mock.patch.object(kernel_cache, "user_cache", lambda *parts: Path(cache, *parts)))
         _reload_in_polygraphy()

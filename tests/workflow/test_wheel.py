@@ -174,7 +174,8 @@ def test_each_extra_of_pyproject_is_in_the_table() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     imported = {"pyyaml": "yaml", "grpcio": "grpc", "protobuf": "google.protobuf", "pyopenssl": "OpenSSL"}
     imported["cyclonedx-python-lib"] = "cyclonedx"
-    imported |= {"cuda-bindings": "cuda.bindings", "nvidia-cudnn-frontend": "cudnn", "tensorrt-cu12": "tensorrt"}
+    imported |= {"cuda-bindings": "cuda.bindings", "nvidia-cudnn-frontend": "cudnn", "nvmath-python": "nvmath"}
+    imported |= {"tensorrt-cu12": "tensorrt"}
     imported |= dict.fromkeys(("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"), "opentelemetry")
     extras: dict[str, set[str]] = {}
     for extra, requirements in project["optional-dependencies"].items():

@@ -21,6 +21,7 @@ EXTRAS = {
     "ml_dtypes": "workflow",
     "model_signing": "publish",
     "msgspec": "serve",
+    "nvmath": "cuda",
     "onnx_graphsurgeon": "workflow",
     "onnx_ir": "workflow",
     "onnxscript": "workflow",

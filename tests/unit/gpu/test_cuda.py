@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import onnx
@@ -203,7 +204,7 @@ def test_a_build_needs_no_gpu_and_no_library_of_one(shared, tmp_path):
     [
         (None, True, "needs an NVIDIA GPU of compute capability 8.0 or higher, found none; its"),
         ("7.5", True, "needs an NVIDIA GPU of compute capability 8.0 or higher, found one of 7.5; its"),
-        ("9.0", False, "needs cuda-bindings and nvidia-cudnn-frontend in this Python, found none: pip install"),
+        ("9.0", False, "needs cuda-bindings, nvidia-cudnn-frontend, nvmath-python in this Python, found none: pip"),
     ],
 )
 def test_where_engines_cannot_run_is_said_before_they_are_opened(monkeypatch, tmp_path, capability, installed, actual):
@@ -379,25 +380,28 @@ def test_prompts_are_graphs_of_their_parts_and_whole_where_they_come_often(refer
     assert sizes["max_seq_len"] < 270 and step((), s0=90, s1=90, s2=90)[0] == 1 + 2 * layers
 
 
-def test_a_machine_without_cublas_is_told_so(monkeypatch):
-    def refuse(name: str) -> None:
-        raise OSError(name)
-
-    monkeypatch.setattr(libraries, "open_library", refuse)
-    with pytest.raises(InputError, match="expected the library cuBLAS 12 or 13, which multiplies with weights"):
+@pytest.mark.parametrize("missing", ["package", "library"])
+def test_a_machine_without_cublas_is_told_so(gpu, monkeypatch, missing):
+    if missing == "package":
+        monkeypatch.setitem(sys.modules, "nvmath", None)
+        monkeypatch.delitem(sys.modules, "nvmath.bindings")
+    else:
+        no_file = SimpleNamespace(get_version=mock.Mock(side_effect=RuntimeError("No such file: libcublasLt.so.13")))
+        monkeypatch.setattr(sys.modules["nvmath.bindings"], "cublasLt", no_file)
+    with pytest.raises(InputError, match="expected the package nvmath-python and the library cuBLAS 12 or 13, "):
         libraries.require_cublas()
 
 
-def test_a_cublas_that_does_not_start_is_told_by_its_name_and_status(gpu, monkeypatch):
+def test_a_cublas_that_does_not_start_is_told_by_its_version_and_status(gpu, monkeypatch):
     from lockstep_gpu.kernels.cublas_lt import CublasLt
 
-    library = SimpleNamespace(_name="/opt/libcublasLt.so.12", cublasLtCreate=lambda handle: 1)
-    monkeypatch.setattr(libraries, "open_library", lambda name: library)
+    api = libraries.require_cublas()
+    monkeypatch.setattr(api, "create", mock.Mock(side_effect=api.cuBLASLtError(1)))
     with pytest.raises(CheckError) as error:
         CublasLt(np.dtype(np.float16))
     assert str(error.value) == (
-        "expected the library cuBLASLt (/opt/libcublasLt.so.12) to start, found CUBLAS_STATUS_NOT_INITIALIZED; free "
-        "memory of the GPU, or name the folder of a cuBLAS for this driver in LD_LIBRARY_PATH"
+        "expected the library cuBLASLt 120804 to start, found CUBLAS_STATUS_NOT_INITIALIZED; free memory of the GPU, "
+        "or name the folder of a cuBLAS for this driver in LD_LIBRARY_PATH"
     )
 
 
@@ -407,9 +411,10 @@ def test_a_product_that_cublas_refuses_is_told_by_its_sizes(gpu):
 
     weight = cuda.empty((1, 24), "f2")
     x = cuda.empty((5, 24), "f2")
+    algorithm = np.zeros(64, np.uint8)
     multiply = CublasLt(np.dtype(np.float16)).bind(cuda.Stream(), weight, x, cuda.empty((5, 1), "f2"))
     with pytest.raises(CheckError) as error:
-        multiply(5, [bytes(64)])
+        multiply(5, [algorithm.ctypes.data])
     assert "one of 1 algorithms to run, found CUBLAS_STATUS_NOT_SUPPORTED for float16, m 1, n 5, k 24, " in str(
         error.value
     )

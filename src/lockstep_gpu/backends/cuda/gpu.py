@@ -7,7 +7,7 @@ from lockstep_gpu.compute_capability import compute_capability
 
 PRECISIONS = ("fp32", "fp16", "bf16", "w8a16", "w4a16", "w8a8-fp8")
 MODEL_SETTINGS = ("activations", "kv_cache_dtype")
-_PACKAGES = {"cuda.bindings": "cuda-bindings", "cudnn": "nvidia-cudnn-frontend"}
+_PACKAGES = {"cuda.bindings": "cuda-bindings", "cudnn": "nvidia-cudnn-frontend", "nvmath": "nvmath-python"}
 
 
 def why_not() -> str | None:
@@ -20,5 +20,5 @@ def why_not() -> str | None:
         return f"{needed} one of {capability}"
     missing = [package for module, package in _PACKAGES.items() if not is_installed(module)]
     if missing:
-        return f"needs {' and '.join(missing)} in this Python, found none: {pip_install('cuda')}"
+        return f"needs {', '.join(missing)} in this Python, found none: {pip_install('cuda')}"
     return None

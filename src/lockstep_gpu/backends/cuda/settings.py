@@ -16,7 +16,7 @@ SETTINGS = BackendSettings(
     mxfp4=True,
     model_settings=MODEL_SETTINGS,
     gpus=1,
-    unpinned=("cuda", "cudnn"),
+    unpinned=("cuda", "cudnn", "nvmath"),
     cannot_run=why_not,
     device_memory=total_memory,
 )

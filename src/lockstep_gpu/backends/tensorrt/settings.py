@@ -67,5 +67,5 @@ SETTINGS = BackendSettings(
     runs_ranks=True,
     runs_adapters=("fp32", "fp16", "bf16"),
     gpus=1,
-    unpinned=("tensorrt", "cuda", "cudnn"),
+    unpinned=("tensorrt", "cuda", "cudnn", "nvmath"),
 )
