@@ -25,12 +25,12 @@ from lockstep_gpu.kernels.cublas_lt import Algorithm, CublasLt
 from lockstep_gpu.kernels.gemm import (
     CUBLAS_ROWS,
     KERNEL_ROWS,
-    MAX_OUTPUTS,
     MAX_TIMED_ROWS,
     OUTPUTS,
     Trial,
     few_rows_launch,
     output_arguments,
+    output_groups,
     size_for,
 )
 from lockstep_gpu.kernels.library import including, kind_options
@@ -97,13 +97,14 @@ class Fp8Gemm:
             kernel = self._module["quantize_rows"]
             quantize = cuda.Launch(kernel, self._stream, _ROW_THREADS, x, *quantized, depth, overlaps=True)
         codes, row_scales = quantized
-        ends = [0, *itertools.accumulate(out.shape[-1] for out in outs)]
-        parts = [(weight[low:high], scales[low:high], out) for low, high, out in zip(ends, ends[1:], outs)]
+        parts = [(weight[rows], scales[rows], out) for rows, (out,) in output_groups(outs, 1)]
         product = _Product(weight, scales, quantized, outs)
         shapes = self._shapes
         few_rows_launches = functools.cache(functools.partial(self._few_rows_launches, product))
-        tile_calls = functools.cache(functools.partial(self._tile_calls, product))
-        has_tiles = self._hopper and not any(size % _CUBLAS_ALIGNED for size in (depth, *ends))
+        tile_calls = functools.cache(lambda rows: [self._tile_call(product, rows, *part) for part in product.parts()])
+        has_tiles = self._hopper and not any(
+            size % _CUBLAS_ALIGNED for size in (depth, *(out.shape[-1] for out in outs))
+        )
 
         @functools.cache
         def by_cublas() -> list[Callable[[int, Sequence[Algorithm]], None]] | None:
@@ -161,13 +162,10 @@ class Fp8Gemm:
             launches.append((launch, -(-weight.shape[0] // OUTPUTS)))
         return launches
 
-    def _tile_calls(self, product: _Product, max_rows: int) -> list[Callable[[int], None]]:
-        """Return calls of the tiled kernel for up to `max_rows` rows."""
-        return [self._tile_call(product, max_rows, *part) for part in product.parts()]
-
     def _tile_call(
         self, product: _Product, max_rows: int, weight: cuda.Array, scales: cuda.Array, outs: Sequence[cuda.Array]
     ) -> Callable[[int], None]:
+        """Return a call of the tiled kernel for up to `max_rows` rows."""
         pair = max(1, max_rows // _TILE_ROWS)  # blocks of a cluster, which share a tile of the weight
         loaded = min(max_rows, _TILE_ROWS)
         tiles = -(-weight.shape[0] // _TILE)
@@ -206,12 +204,8 @@ class _Product:
 
     def parts(self) -> Iterator[tuple[cuda.Array, cuda.Array, Sequence[cuda.Array]]]:
         """Yield the weights, scales and outputs of each launch."""
-        start = 0
-        for first in range(0, len(self.outs), MAX_OUTPUTS):
-            outs = self.outs[first : first + MAX_OUTPUTS]
-            end = start + sum(out.shape[-1] for out in outs)
-            yield self.weight[start:end], self.scales[start:end], outs
-            start = end
+        for rows, outs in output_groups(self.outs):
+            yield self.weight[rows], self.scales[rows], outs
 
 
 @functools.cache

@@ -63,13 +63,7 @@ class Gemm:
             x: [..., in_features].
             outs: Each [..., out_features[i]].
         """
-        calls = list[Callable[[int], None]]()
-        start = 0
-        for first in range(0, len(outs), MAX_OUTPUTS):
-            some = outs[first : first + MAX_OUTPUTS]
-            end = start + sum(out.shape[-1] for out in some)
-            calls.append(self._bind(weight[start:end], x, some))
-            start = end
+        calls = [self._bind(weight[rows], x, some) for rows, some in output_groups(outs)]
 
         def multiply(rows: int) -> None:
             for call in calls:
@@ -96,6 +90,16 @@ class Gemm:
                 by_cublas(rows)
 
         return multiply
+
+
+def output_groups(outs: Sequence[cuda.Array], size: int = MAX_OUTPUTS) -> Iterator[tuple[slice, Sequence[cuda.Array]]]:
+    """Yield the outputs of each launch, and the rows of the concatenated weights that they are of."""
+    start = 0
+    for first in range(0, len(outs), size):
+        some = outs[first : first + size]
+        end = start + sum(out.shape[-1] for out in some)
+        yield slice(start, end), some
+        start = end
 
 
 def padded(values: Sequence[T], filler: T) -> list[T]:
@@ -175,12 +179,7 @@ class _Shapes:
         self, stream: cuda.Stream, weight: cuda.Array, x: cuda.Array, outs: Sequence[cuda.Array]
     ) -> Callable[[int], None]:
         """Return a product of each output by cuBLAS, by number of rows; by the kernel where cuBLAS has none."""
-        calls = list[Callable[[int], None]]()
-        start = 0
-        for out in outs:
-            end = start + out.shape[-1]
-            calls.append(self._part_by_cublas(stream, weight[start:end], x, out))
-            start = end
+        calls = [self._part_by_cublas(stream, weight[rows], x, out) for rows, (out,) in output_groups(outs, 1)]
 
         def multiply(rows: int) -> None:
             for call in calls:
