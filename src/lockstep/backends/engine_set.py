@@ -38,7 +38,8 @@ class EngineSet:
         manifest = EngineSetManifest.load(path)
         backend = get_backend(manifest.backend)
         build_here = "build the engines again on this machine"
-        check_same(path, f"{backend.name} version", manifest.backend_version, backend.version(), build_here)
+        advice = f"install the version that they were made for, or {build_here}"
+        check_same(path, f"{backend.name} version", manifest.backend_version, backend.version(), advice)
         device = backend.describe_device()
         check_same(path, "device", backend.device_key(manifest.device), backend.device_key(device), build_here)
         check_same(path, "precision", manifest.precision, assembly.precision, "open them with their own assembly")
