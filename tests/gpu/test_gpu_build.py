@@ -10,7 +10,7 @@ from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import read_json, write_json
 from lockstep.artifacts.signature import IO
 from lockstep.backends.base import get_backend
-from lockstep.errors import CheckError, InputError
+from lockstep.errors import CheckError
 
 pytestmark = [pytest.mark.usefixtures("backend"), pytest.mark.parametrize("backend", ["tensorrt"], indirect=True)]
 
@@ -28,12 +28,7 @@ def graph(tmp_path):
 def build(graph, tactics="free", **changes):
     """Build it as an engine set of one; gives what the manifest and the entry say."""
     backend = get_backend("tensorrt")
-    options = {
-        **backend.default_options(),
-        "tactic_sources": ["edge_mask_convolutions", "jit_convolutions"],
-        "tactics": tactics,
-        **changes,
-    }
+    options = {**backend.default_options(), "tactics": tactics, **changes}
     manifest = EngineSetManifest(
         backend="tensorrt", backend_version=backend.version(), builder_revision=backend.revision, precision="fp16",
         device=backend.describe_device(), options=options,
@@ -103,8 +98,3 @@ def test_a_timing_cache_that_is_none_is_refused(graph):
     (graph.parent / "timing.cache").write_bytes(b"no cache")
     with pytest.raises(CheckError, match="timing.cache: expected sha256"):
         build(graph, "verified")
-
-
-def test_unknown_tactic_sources_are_named(graph):
-    with pytest.raises(InputError, match="tactic_sources: expected some of .*edge_mask_convolutions.*found cuda"):
-        build(graph, tactic_sources=["cuda"])

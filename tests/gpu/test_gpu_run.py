@@ -20,18 +20,14 @@ FIRST = 10
 LATER = 6
 
 
-def tensorrt(attention: str) -> dict[str, Any]:
-    return {"attention": attention, "tactic_sources": ["edge_mask_convolutions", "jit_convolutions"]}
-
-
 # A backend, a precision and options of a build, for each way in which the executor runs a step. cuda has no options.
 FORMS = [
     pytest.param("cuda", "fp16", {}, id="cuda-fp16"),
     pytest.param("cuda", "fp32", {}, id="cuda-fp32"),
-    pytest.param("tensorrt", "fp16", tensorrt("fused"), id="tensorrt-fp16-fused"),
-    pytest.param("tensorrt", "fp32", tensorrt("traced"), id="tensorrt-fp32-traced", marks=pytest.mark.long),
+    pytest.param("tensorrt", "fp16", {"attention": "fused"}, id="tensorrt-fp16-fused"),
+    pytest.param("tensorrt", "fp32", {"attention": "traced"}, id="tensorrt-fp32-traced", marks=pytest.mark.long),
 ]
-TRACED = pytest.param("tensorrt", "fp16", tensorrt("traced"), id="tensorrt-fp16-traced", marks=pytest.mark.long)
+TRACED = pytest.param("tensorrt", "fp16", {"attention": "traced"}, id="tensorrt-fp16-traced", marks=pytest.mark.long)
 
 
 def decode(model: Model, prompts: list[np.ndarray]) -> list[np.ndarray]:

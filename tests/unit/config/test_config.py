@@ -339,7 +339,7 @@ def test_a_build_is_given_its_backends_settings_and_the_limits_that_its_engines_
     config = load(SMALLEST | {"backends": {"tensorrt": {"tactics": "record"}}, "limits": {"max_batch_size": 7}})
     assert config.build_options("onnxruntime") == {}
     assert config.build_options("tensorrt") == {
-        "workspace_mb": 4096, "optimization_level": 4, "tactic_sources": None, "tactics": "record",
+        "workspace_mb": 4096, "optimization_level": 4, "tactics": "record",
         "attention": "fused", "max_batch_size": 7, "max_num_tokens": 512, "max_seq_len": 256,
     }  # fmt: skip
 

@@ -512,7 +512,7 @@ def test_traced_attention_is_built_at_level_3_at_most(tmp_path, monkeypatch, nam
     graph = onnx.ModelProto.FromString(BLOCK.SerializeToString())
     graph.graph.name = name
     levels = []
-    without_tensorrt(monkeypatch, create_config=lambda builder, workspace, level, sources: levels.append(level))
+    without_tensorrt(monkeypatch, create_config=lambda builder, workspace, level: levels.append(level))
     built_block(tmp_path, graph, **options)
     assert levels == [level]
 

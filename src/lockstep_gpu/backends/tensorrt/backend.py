@@ -75,15 +75,13 @@ class TensorRTBackend(GpuBackend):
     def default_options(self) -> dict[str, Any]:
         """Return the build options as they are recorded.
 
-        tactic_sources: None: the library's choice. Limits: of the optimization profiles. compiler_flags: only if the
-        user has set some.
+        Limits: of the optimization profiles. compiler_flags: only if the user has set some.
         """
         flags = " ".join(os.environ.get(_COMPILER_FLAGS, "").split())
         options: dict[str, Any] = {
             "fuse_projections": True,
             "workspace_mb": 4096,
             "optimization_level": 4,
-            "tactic_sources": None,
             "tactics": "free",
             "attention": "fused",
             **{name: getattr(Limits(), name) for name in LIMITS},
@@ -170,7 +168,7 @@ class TensorRTBackend(GpuBackend):
         network = TENSORRT.create_network(self._builder)
         parsed = run_passes(model, Fp32Sums()).SerializeToString()
         parser = TENSORRT.parse(network, parsed, where)  # noqa: F841  it owns what the network reads
-        config = TENSORRT.create_config(self._builder, options["workspace_mb"] << 20, level, options["tactic_sources"])
+        config = TENSORRT.create_config(self._builder, options["workspace_mb"] << 20, level)
         for profile in bounds:
             TENSORRT.add_profile(self._builder, config, profile)
         if self._timing is None:

@@ -152,25 +152,13 @@ class Library:
             raise CheckError(f"{where}: {self.title} cannot read this graph: {message}")
         return parser
 
-    def create_config(
-        self, builder: trt.Builder, workspace_bytes: int, level: int, tactic_sources: Sequence[str] | None
-    ) -> trt.IBuilderConfig:
-        """Return a configuration: layers in detail, no TF32. Raises InputError for an unknown tactic source."""
+    def create_config(self, builder: trt.Builder, workspace_bytes: int, level: int) -> trt.IBuilderConfig:
+        """Return a configuration: layers in detail, no TF32."""
         config: trt.IBuilderConfig = builder.create_builder_config()
         config.set_memory_pool_limit(self.api.MemoryPoolType.WORKSPACE, workspace_bytes)
         config.builder_optimization_level = level
         config.profiling_verbosity = self.api.ProfilingVerbosity.DETAILED
         config.clear_flag(self.api.BuilderFlag.TF32)
-        if tactic_sources is not None:
-            sources = self.api.TacticSource.__members__
-            names = sorted(name.lower() for name in sources)
-            unknown = sorted({*tactic_sources}.difference(names))
-            if unknown:
-                raise InputError(
-                    f"tactic_sources: expected some of {', '.join(names)} (TensorRT "
-                    f"{self.api.__version__}), found {', '.join(unknown)}"
-                )
-            config.set_tactic_sources(sum(1 << int(sources[name.upper()]) for name in set(tactic_sources)))
         return config
 
     def add_profile(

@@ -7,13 +7,10 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from lockstep.config.backends import BackendSettings, not_installed
-from lockstep.config.messages import Problem, Problems, repeated
-from lockstep.config.section import UNIQUE, AsTuple, Count, Section
+from lockstep.config.messages import Problem, Problems
+from lockstep.config.section import Count, Section
 from lockstep.errors import pip_install
 from lockstep_gpu.compute_capability import compute_capability
-
-# TensorRT's names, in lower case; those of cuBLAS and cuDNN ended with 10.x
-TacticSource = Literal["edge_mask_convolutions", "jit_convolutions"]
 
 
 class TensorRTConfig(Section):
@@ -23,11 +20,6 @@ class TensorRTConfig(Section):
     optimization_level: Annotated[int, Field(ge=0, le=5)] = Field(
         default=4,
         description="TensorRT's builder optimization level: lower builds sooner. Level 0 ignores the timing cache.",
-    )
-    tactic_sources: Annotated[tuple[TacticSource, ...], AsTuple] | None = Field(
-        default=None,
-        json_schema_extra=UNIQUE,
-        description="Which libraries tactics may come from; none: TensorRT's own choice.",
     )
     tactics: Literal["free", "record", "verified"] = Field(
         default="free",
@@ -44,12 +36,9 @@ class TensorRTConfig(Section):
 
     @model_validator(mode="after")
     def _across_keys(self) -> TensorRTConfig:
-        problems = repeated(("tactic_sources",), self.tactic_sources or ())
         if self.tactics != "free" and self.optimization_level == 0:
             text = f"expected at least 1 with tactics: {self.tactics}, since level 0 ignores the timing cache; found 0"
-            problems.append(Problem(("optimization_level",), text))
-        if problems:
-            raise Problems(problems)
+            raise Problems([Problem(("optimization_level",), text)])
         return self
 
 
