@@ -33,7 +33,7 @@ def test_all_sizes_agree_and_nothing_is_left_in_the_slots(model: Model) -> None:
     assert all(model.length(slot) == 0 for slot in range(6)) and pool.num_available == pool.num_pages
 
 
-@pytest.mark.parametrize("num_tokens", [4, 2 * 9, 3 + 9], ids=["decode", "prompts", "both"])
+@pytest.mark.parametrize("num_tokens", [4, 4 * 9, 3 + 9], ids=["decode", "prompts", "both"])
 def test_another_last_bit_in_steps_of_a_size_is_seen(
     model: Model, monkeypatch: pytest.MonkeyPatch, num_tokens: int
 ) -> None:
