@@ -303,13 +303,11 @@ def _section(record: Mapping[str, Any]) -> str:
     lines = [f"\n## {record['model']}\n"]
     lines += ["| as published, false alarms of | 20 | 5 | 1 | tokens | bound |", "|---|---:|---:|---:|---:|---:|"]
     honest = [row for row in record["rows"] if not row["fault"]]
-    if "unknown_texts" not in honest[0]:
-        lines.insert(1, "Of before: long questions were others, and the stated power was that of one way of each.\n")
     for row in honest:
         alarms = [row["alarms"][str(listed)] for listed in LISTED]
         lines.append(_row(f"{row['endpoint']}, {row['draws']:,} draws", *alarms, f"{row['upper']:.1e}"))
     lines += ["", "| as published, and decided | 20 | 5 | 1 | tokens | unknown |", "|---|---:|---:|---:|---:|---:|"]
-    lines += [_row(row["endpoint"], *_shares(row, "passes"), row.get("unknown_texts", "")) for row in honest]
+    lines += [_row(row["endpoint"], *_shares(row, "passes"), row["unknown_texts"]) for row in honest]
     lines += ["", "| fault, power | 20 | 5 | 1 | tokens | requests |", "|---|---:|---:|---:|---:|---:|"]
     for row in record["rows"]:
         if row["fault"]:
