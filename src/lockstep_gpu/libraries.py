@@ -81,7 +81,7 @@ def require_cublas() -> Any:
     except (ImportError, RuntimeError) as error:
         raise InputError(
             "expected the package nvmath-python and the library cuBLAS 12 or 13, which multiplies with weights, found: "
-            f"{_line(error)}; install nvidia-cublas for this Python, or name its folder in LD_LIBRARY_PATH"
+            f"{_line(error)}; install nvmath-python and nvidia-cublas for this Python"
         ) from None
     return cublasLt
 

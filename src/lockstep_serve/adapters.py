@@ -53,6 +53,7 @@ class Adapters:
         self._is_used = is_used
         self._loaded: dict[str, LoadedFolder] = {}  # since the server started, the least recently used first
         self._configured: Mapping[str, str] = {}  # {name: sha256} of the config's adapters
+        self._at_start: Mapping[str, str] | None = None  # those of the first engine
         self.lost: dict[str, str] = {}
         self._link: EngineLink | None = None
         self._loading: dict[str, tuple[Path, asyncio.Task[None]]] = {}  # by name
@@ -192,6 +193,7 @@ class Adapters:
         if frame.error is not None:
             raise BadRequest(f"lora: {frame.error}", "lora")
         loaded[name] = LoadedFolder(folder, stamp, frame.sha256)
+        self.lost.pop(name, None)
 
     def unload(self, name: str) -> None:
         """Unload an adapter. Raises BadRequest for one that is not loaded, or in use."""
@@ -225,12 +227,16 @@ class Adapters:
         lost = {**ready.lost_adapters.get(self._checkpoint, {})}
         unloaded = self._reloading - set(self._loaded) - set(lost)  # while it started
         adapters = ready.adapters.get(self._checkpoint, {})
-        for name, digest in self._configured.items():
-            actual = adapters.get(name, digest)
-            if actual != digest:
-                lost[name] = f"adapter {name!r}: expected sha256 {digest}, found {actual}"
+        if self._at_start is None:
+            self._at_start = adapters
+        for name in adapters.keys() - self._reloading:
+            digest = self._at_start.get(name)
+            if digest is None:  # the config has it since then
                 unloaded.add(name)
-        left_out = self._reloading | set(lost)
+            elif adapters[name] != digest:
+                lost[name] = f"adapter {name!r}: expected sha256 {digest}, found {adapters[name]}"
+        unloaded |= adapters.keys() & lost.keys()
+        left_out = self._reloading | unloaded
         self._configured = {name: digest for name, digest in adapters.items() if name not in left_out}
         for name in unloaded:
             link.send(Unload(self.in_engine(name)))

@@ -2,9 +2,10 @@
 
     python tests/data/tensorrt_api.py FOLDER    fetches the wheels into FOLDER, writes tensorrt_api.txt next to this
 
-`Class.method(1,2)` takes one or two arguments, positional. With the folder named in LOCKSTEP_TENSORRT_WHEELS a test
-holds the listing to the modules. A wheel's extension module is imported for its names alone, next to empty fakes of the
-libraries that it links: no GPU and no library is needed, but gcc and binutils.
+`Class.method(1,2)` takes one or two arguments, positional; `members Class` lists all that a class has in any version.
+With the folder named in LOCKSTEP_TENSORRT_WHEELS a test holds the listing to the modules. A wheel's extension module is
+imported for its names alone, next to empty fakes of the libraries that it links: no GPU and no library is needed, but
+gcc and binutils.
 """
 
 import ast
@@ -79,7 +80,7 @@ def names(wheel: Path) -> set[str]:
             env={"LD_LIBRARY_PATH": folder},
         )  # fmt: skip
         members = (ast.literal_eval(line) for line in listed.stdout.splitlines())
-        return {name + counts(name, text) for name, text in members if is_named(name)}
+        return {name + counts(name, text) for name, text in members}
 
 
 def is_named(name: str) -> bool:
@@ -92,9 +93,16 @@ def listing(wheels: Iterable[Path]) -> str:
     listings = {re.search(r"-([0-9.]+)-", wheel.name)[1]: names(wheel) for wheel in wheels}
     versions = sorted(listings, key=lambda version: [int(part) for part in version.split(".")])
     lines = [" ".join(["versions", *versions])]
+    members: dict[str, set[str]] = {}
     for name in sorted(set().union(*listings.values())):
-        columns = "".join("x" if name in listings[version] else "-" for version in versions)
-        lines.append(f"{columns} {name}")
+        plain = name.partition("(")[0]
+        owner, _, member = plain.partition(".")
+        if member:
+            members.setdefault(owner, set()).add(member)
+        if is_named(plain):
+            columns = "".join("x" if name in listings[version] else "-" for version in versions)
+            lines.append(f"{columns} {name}")
+    lines += [" ".join(["members", owner, *sorted(names)]) for owner, names in members.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -37,6 +37,7 @@ HEURISTIC_RESULT = np.dtype(
 )
 DTYPES = {3: "i4", 17: "i8", 18: "i8", 25: "i1", 31: "i4", 32: "i4"}  # of attributes of a description
 PREFERENCES = {1: "u8", 3: "u4"}
+STATUSES = {1: "CUBLAS_STATUS_NOT_INITIALIZED", 7: "CUBLAS_STATUS_INVALID_VALUE", 15: "CUBLAS_STATUS_NOT_SUPPORTED"}
 
 
 class cuBLASLtError(Exception):  # by its name there
@@ -136,7 +137,7 @@ def cublas_lt(gpu: Gpu) -> ModuleType:
         create=lambda: make("handle"), destroy=lambda handle: None,
         get_property=lambda which: (major, minor, patch)[which],
         get_version=lambda: 10000 * major + 100 * minor + patch,
-        get_status_name={1: "CUBLAS_STATUS_NOT_INITIALIZED", 15: "CUBLAS_STATUS_NOT_SUPPORTED"}.get,
+        get_status_name=STATUSES.get,
         matmul_desc_create=lambda sums, scale: make({"types": (sums, scale)}),
         matmul_desc_set_attribute=set_attribute, get_matmul_desc_attribute_dtype=DTYPES.get,
         matmul_preference_create=lambda: make({}), get_matmul_preference_attribute_dtype=PREFERENCES.get,

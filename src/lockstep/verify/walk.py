@@ -88,8 +88,9 @@ class Walk:
     """The stages of `graphs` along `requests`, of which all or none are recorded.
 
     adapter_ids [all tokens]: the adapter slot of each token; none by default. capacity: the least rows of KV caches.
-    decode_rows: requests of a decode call. override: called with each stage, its graph's outputs and PyTorch's, as far
-    as they are recorded; returns the outputs that the walk has in their place.
+    decode_rows: requests of a decode call. override: called with each stage (that of a token mixer only without
+    records), its graph's outputs and PyTorch's, as far as they are recorded; returns the outputs that the walk has in
+    their place.
     """
 
     def __init__(

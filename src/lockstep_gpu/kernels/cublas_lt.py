@@ -38,13 +38,15 @@ class CublasLt:
         self._type = _TYPES[dtype.name]
         self._fp8 = dtype.name == "float8_e4m3fn"
         self._out_type = _TYPES[(out_dtype or dtype).name]
-        # Of e4m3 any addresses of scales will do to ask for algorithms.
-        self._product = self._description(self._handle, self._handle)
-        self._preference = self._api.matmul_preference_create()
-        of = self._api.MatmulPreferenceAttribute
-        for attribute in (of.MAX_WORKSPACE_BYTES, of.REDUCTION_SCHEME_MASK):
-            none = np.zeros(1, self._api.get_matmul_preference_attribute_dtype(attribute))
-            self._api.matmul_preference_set_attribute(self._preference, attribute, none.ctypes.data, none.nbytes)
+        try:
+            # Of e4m3 any addresses of scales will do to ask for algorithms.
+            self._product = self._description(self._handle, self._handle)
+            self._preference = self._no_workspace()
+        except self._api.cuBLASLtError as error:  # cuBLAS before 12.9 has no scale per row
+            raise CheckError(
+                f"expected GEMMs of {dtype.name} with float32 sums in cuBLASLt {self._api.get_version()}, found "
+                f"{self._name(error)}; install a newer cuBLAS"
+            ) from None
         self._layouts: dict[tuple[int, int, int], int] = {}
         self._algorithms: dict[bytes, np.ndarray] = {}
         self._one = np.ones(1, np.float32)
@@ -144,6 +146,15 @@ class CublasLt:
             buffer = np.array([value], api.get_matmul_desc_attribute_dtype(attribute))
             api.matmul_desc_set_attribute(description, attribute, buffer.ctypes.data, buffer.nbytes)
         return int(description)
+
+    def _no_workspace(self) -> int:
+        api = self._api
+        preference = api.matmul_preference_create()
+        of = api.MatmulPreferenceAttribute
+        for attribute in (of.MAX_WORKSPACE_BYTES, of.REDUCTION_SCHEME_MASK):
+            none = np.zeros(1, api.get_matmul_preference_attribute_dtype(attribute))
+            api.matmul_preference_set_attribute(preference, attribute, none.ctypes.data, none.nbytes)
+        return int(preference)
 
     def _layout(self, height: int, width: int, kind: int) -> int:
         """Return the layout of an array [width, height], whose rows are cuBLAS's columns; kind: one of `_TYPES`."""

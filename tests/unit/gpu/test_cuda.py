@@ -405,6 +405,15 @@ def test_a_cublas_that_does_not_start_is_told_by_its_version_and_status(gpu, mon
     )
 
 
+def test_a_cublas_without_scales_by_row_has_no_gemm_of_e4m3(gpu, monkeypatch):
+    from lockstep_gpu.kernels.cublas_lt import CublasLt
+
+    api = libraries.require_cublas()
+    monkeypatch.setattr(api, "matmul_desc_set_attribute", mock.Mock(side_effect=api.cuBLASLtError(7)))
+    with pytest.raises(CheckError, match="expected GEMMs of float8_e4m3fn .* found CUBLAS_STATUS_INVALID_VALUE"):
+        CublasLt(named_dtype("float8_e4m3fn"), np.dtype(np.float16))
+
+
 def test_a_product_that_cublas_refuses_is_told_by_its_sizes(gpu):
     from lockstep_gpu import cuda
     from lockstep_gpu.kernels.cublas_lt import CublasLt

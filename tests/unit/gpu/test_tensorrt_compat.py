@@ -7,6 +7,7 @@ arguments each takes; `tests/data/tensorrt_api.py` made it.
 from __future__ import annotations
 
 import ast
+import itertools
 import os
 import runpy
 import subprocess
@@ -24,13 +25,14 @@ LINES = [line.split() for line in LISTING.read_text().splitlines()]
 VERSIONS = [tuple(map(int, version.split(".")[:2])) for version in LINES[0][1:]]
 IN_VERSIONS: dict[str, frozenset] = {}
 COUNTS: dict[tuple, set[int]] = {}  # (name, version): the numbers of arguments that it takes
-for marks, line in LINES[1:]:
+ALL_MEMBERS = {line[1]: line[2:] for line in LINES if line[0] == "members"}
+for marks, line in [line for line in LINES[1:] if line[0] != "members"]:
     name, _, counts = line.rstrip(")").partition("(")
     versions = frozenset(version for version, mark in zip(VERSIONS, marks, strict=True) if mark == "x")
     IN_VERSIONS[name] = IN_VERSIONS.get(name, frozenset()) | versions
     if counts:
         COUNTS |= {(name, version): set(map(int, counts.split(","))) for version in versions}
-MEMBERS = {name.partition(".")[2] for name in IN_VERSIONS if "." in name}
+MEMBERS = set(itertools.chain.from_iterable(ALL_MEMBERS.values()))
 
 
 # What only versions with editable timing caches have, and only `has_editable_cache` reaches.
@@ -160,7 +162,7 @@ def test_what_a_version_lacks_is_found(source, problem):
 
 
 def test_an_object_without_a_class_is_found():
-    assert uses_of("thing.num_io_tensors").unknown == [("thing.num_io_tensors", 1)]
+    assert uses_of("thing.num_layers").unknown == [("thing.num_layers", 1)]
 
 
 def test_entries_of_a_timing_cache_are_asked_for_where_they_can_be_read():
@@ -187,8 +189,7 @@ def test_no_other_module_calls_a_method_of_tensorrt(path):
         "Builder", "IBuilderConfig", "INetworkDefinition", "ICudaEngine", "IExecutionContext", "ITimingCache",
         "Runtime", "OnnxParser",
     )  # fmt: skip
-    pairs = [name.partition(".")[::2] for name in IN_VERSIONS]
-    methods = {method for owner, method in pairs if owner in classes and "_" in method}
+    methods = {method for owner in classes for method in ALL_MEMBERS[owner] if "_" in method}
     ours = ("TENSORRT", "library", "self.library", "self", "onnx.shape_inference")
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in methods:

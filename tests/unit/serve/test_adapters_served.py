@@ -10,16 +10,22 @@ import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from lora_folders import LIGHT, TARGET, TUNED, tuned_lora, tuned_texts
+from test_serve_queue import READY
 
 from lockstep.artifacts.adapters import AdaptersManifest
 from lockstep.cli.main import main
 from lockstep.runtime.target import open_model
 from lockstep.targets import Results
+from lockstep_serve.adapters import Adapters
+from lockstep_serve.frames import Unload
+from lockstep_serve.link import EngineLink
 from real_server import RealServer
 from shared import Shared
 
@@ -145,11 +151,27 @@ def test_a_stream_with_an_adapter_goes_on_in_an_engine_that_lacks_another_one(re
             shutil.rmtree(folder)
             os.kill(server.engine_pid, signal.SIGKILL)
             text += "".join(event["choices"][0]["text"] for event in reader)
-        status = server.get("/status")
-        assert text == full and text.startswith(LIGHT["captain"]) and status["restarts"] == 1
+        status = server.wait_until(lambda status: status["restarts"] == 1)
+        assert text == full and text.startswith(LIGHT["captain"])
         assert "expected" in status["lost_adapters"].pop("demo-lora:shakespeare") and not status["lost_adapters"]
         assert "warning: an adapter is not loaded again" in server.stderr
         assert server.request("POST", "/v1/completions", {"model": "demo-lora:shakespeare", "prompt": "a"})[0] == 404
+
+
+def test_adapters_that_changed_stay_out_of_every_further_engine() -> None:
+    sent: list[Unload] = []
+    link = SimpleNamespace(send=sent.append)
+    adapters = Adapters("demo", "", None, lambda name: False)
+    for digests, names, lost in [
+        ({"x": "1", "y": "2"}, ["x", "y"], set()),
+        ({"x": "3", "y": "2"}, ["y"], {"x"}),
+        ({"x": "3", "y": "2", "new": "4"}, ["y"], {"x"}),
+        ({"x": "1", "y": "2"}, ["x", "y"], set()),
+    ]:
+        sent.clear()
+        adapters.engine_started(cast(EngineLink, link), replace(READY, adapters={"": digests}))
+        assert adapters.names == names and adapters.lost.keys() == lost
+        assert {unload.name for unload in sent} == digests.keys() - set(names)
 
 
 def test_generate_and_files_take_adapters(results: Results, tmp_path: Path) -> None:

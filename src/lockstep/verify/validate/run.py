@@ -113,19 +113,23 @@ class _Validation:
         self._results["checks"] = GraphChecks(self._checker, self._linted)
         for name, graph in graphs.graphs().items():
             self._check_graph(name, graph)
-        try:
-            self._check_values(layers, max_seq_len, threads)
-        except CheckError:
-            self._choices = TorchChoices.open(graphs, self._tolerance, threads)
-            if self._choices is None:
-                raise
-            self._results["first_failing_layer"] = None
-            self._check_values(layers, max_seq_len, threads)
-
-    def _check_values(self, layers: int | str, max_seq_len: int, threads: int | None) -> None:
-        """Check what the graphs compute. Raises CheckError for the first that is off."""
-        self._torch = TorchModel(self._config, self._graphs.weights, layers)
+        self._torch = TorchModel(self._config, graphs.weights, layers)
         records = [self._torch.record(token_ids) for token_ids in self._sequences()]
+        try:
+            self._check_values(records, max_seq_len, threads)
+            return
+        except CheckError as error:
+            failure = error.with_traceback(None)  # whose frames keep models in memory
+        self._choices = TorchChoices.open(graphs, self._tolerance, threads)
+        if self._choices is None:
+            raise failure
+        self._results["first_failing_layer"] = None
+        for name in ("long_context", "forward"):
+            self._results.pop(name, None)
+        self._check_values(records, max_seq_len, threads)
+
+    def _check_values(self, records: list[Record], max_seq_len: int, threads: int | None) -> None:
+        """Check what the graphs compute. Raises CheckError for the first that is off."""
         self._check_layers(records)
         check_adapter_slots(self._graphs, self._torch, records, self._tolerance)
         check_magnitudes(self._graphs, self._torch, records[-1], self._choices)
